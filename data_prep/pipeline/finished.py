@@ -75,6 +75,13 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return  # `verify` will find it
     here = [*evaluation_files(config), *chain.from_iterable(plan.pieces)]
+    for number, name, piece in here[:]:
+        if not piece.is_listed:
+            parts = [record for record in read if record.source == number]
+            if not parts or any(record.version != piece.version() for record in parts):
+                yield f"input {name} has changed"
+            read = [record for record in read if record.source != number]
+            here.remove((number, name, piece))
     if len(read) != len(here):
         yield f"{len(read)} pieces of input there, {len(here)} here"
         return

@@ -36,6 +36,11 @@ class Piece:
     end: int | None = None
     size: int = 0
 
+    @property
+    def is_listed(self) -> bool:
+        """Return False of a commit whose files are not known now: it can only be compared."""
+        return True
+
     def version(self) -> str:
         """Return times and size of the file, or the store's description of its state; else "".
 

@@ -5,36 +5,53 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Literal
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
 from data_prep import CorpusError
+from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.messages import error_line
 from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import Piece, opened, state_of_folder
 from data_prep.sources.records import Record, RecordSource
+from data_prep.sources.remote import is_remote, reached
 from data_prep.sources.row_groups import RowGroups
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset(Piece):
-    """Hold a whole dataset: a commit of one of the hub, or a local folder (no commit)."""
+    """Hold a dataset, or one of its data files: of a commit of the hub, or of a local folder.
+
+    The latter has no commit. `end` is None of a whole dataset, else `start` is the file's number.
+    """
 
     commit: str = ""
+    file: str = ""  # name within the dataset
+    listed: bool = True
+
+    @property
+    def is_listed(self) -> bool:
+        """Return whether the hub has told the files."""
+        return self.listed
 
     def version(self) -> str:
-        """Return the commit, or a hash of the versions of the folder's files."""
+        """Return the commit, or a hash of the versions of the files that are read."""
         return self.commit or self._state(Piece.version)
 
     def sha256(self) -> str:
-        """Return a hash of the folder's files; "" of the hub, where the commit is enough."""
+        """Return a hash of the files that are read; "" of the hub: the commit is enough."""
         return "" if self.commit else self._state(_file_hash)
 
     def _state(self, state: Callable[[Piece], str]) -> str:
-        """Hash the state of all files, also behind links, without those of git and the hub."""
+        """Hash the state of all files, also behind links, without those of git and the hub.
+
+        Of the data files only a piece's own counts: others have its ending.
+        """
         seen = set()
         paths: list[str] = []
         for folder, folders, names in os.walk(self.path, followlinks=True):
@@ -47,6 +64,9 @@ class Dataset(Piece):
                 and os.path.realpath(os.path.join(folder, name)) not in seen
             ]
             paths += [os.path.join(folder, name) for name in names]
+        if self.file:
+            own, ending = os.path.join(self.path, self.file), PurePath(self.file).suffix
+            paths = [path for path in paths if path == own or PurePath(path).suffix != ending]
         for path in paths:
             if not os.path.exists(path):
                 raise CorpusError(f"{path}: a link to a missing file; fetch it, or remove the link")
@@ -76,11 +96,31 @@ class HuggingFace(RecordSource):
     """Branch, tag or commit."""
 
     def inputs(self, limit: int) -> Sequence[Piece]:
-        """Return the dataset as one piece: a local folder, or a commit of the hub."""
+        """Return the data files of a local folder or of a commit of the hub, one piece each.
+
+        A dataset of one file is one piece. So is one of the hub that does not answer: a commit is
+        compared without a network.
+        """
+        whole = self._whole()
+        try:
+            files = self._loaded(whole, self._data_files)
+        except CorpusError:
+            if not whole.commit:
+                raise
+            return [replace(whole, listed=False)]
+        if len(files) < 2:
+            return [whole]
+        return [
+            replace(whole, start=number, end=number + 1, file=name, size=size or limit)
+            for number, (name, size) in enumerate(files)
+        ]
+
+    def _whole(self) -> Dataset:
+        """Return the dataset; its name on the hub becomes a commit."""
         if os.path.exists(self.path):
-            return [Dataset(self.path)]
+            return Dataset(self.path)
         if re.fullmatch("[0-9a-f]{40}", self.revision or ""):
-            return [Dataset(self.path, commit=str(self.revision))]
+            return Dataset(self.path, commit=str(self.revision))
         import datasets
         import huggingface_hub
 
@@ -101,47 +141,105 @@ class HuggingFace(RecordSource):
                 f"{self.path}: cannot load this dataset ({error_line(error)}); check path and "
                 "network, or set `revision` to a commit, which needs no network to be compared"
             ) from error
-        return [Dataset(self.path, commit=str(commit))]
+        return Dataset(self.path, commit=str(commit))
 
     def input_name(self, piece: Piece) -> str:
-        """Return the name of a dataset of the hub, or of the folder of a local one."""
+        """Return the name of a dataset of the hub, or of a local folder, and that of the file."""
         assert isinstance(piece, Dataset)
-        return piece.path if piece.commit else PurePath(piece.path).name
+        name = piece.path if piece.commit else PurePath(piece.path).name
+        return f"{name}/{piece.file}" if piece.file else name
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the records of one split, streamed; CorpusError if it cannot be loaded."""
         assert isinstance(piece, Dataset)
+        if not piece.is_listed:
+            self._loaded(piece, self._data_files)  # raises
+            raise CorpusError(f"{piece.path}: did not answer at first: run the same command again")
         return self.numbered_documents(self._rows(piece), piece.path, self.input_name(piece))
 
     def _rows(self, piece: Dataset) -> Iterator[Record]:
-        import datasets
-        import huggingface_hub
-
-        # `datasets` takes a relative path for a name of the hub or of a format.
-        path = piece.path if piece.commit else os.path.abspath(piece.path)
-        try:
-            if os.path.exists(os.path.join(path, "dataset_dict.json")) and not piece.commit:
-                rows = iter(datasets.load_from_disk(path)[self.split])
-            elif os.path.exists(os.path.join(path, "state.json")) and not piece.commit:
-                rows = iter(datasets.load_from_disk(path))
-            else:
-                if piece.commit and not datasets.config.HF_HUB_OFFLINE:
-                    # Without a network `datasets` tries for half a minute; this fails at once.
-                    huggingface_hub.HfApi().dataset_info(path, revision=piece.commit, timeout=10)
-                revision = piece.commit or None
-                builder = datasets.load_dataset_builder(path, self.config, revision=revision)
-                # `datasets` falls back to any commit in its cache if it cannot load the given one.
-                if piece.commit and builder.hash != piece.commit:
-                    raise ValueError(f"got commit {builder.hash} instead of {piece.commit}")
-                rows = iter(builder.as_streaming_dataset(split=self.split))
-        except Exception as error:
-            raise CorpusError(
-                f"{piece.path}: cannot load this dataset ({error_line(error)}); check path, "
-                "config, split and network"
-            ) from error
+        rows: Iterator[dict[str, Any]] = self._loaded(piece, self._records)
         for number, row in enumerate(rows):
             if number == 0 and self.text_field not in row:
                 raise CorpusError(
                     f"{piece.path}: no field {self.text_field!r}; it has {', '.join(row)}"
                 )
             yield row
+
+    def _loaded(self, piece: Dataset, load: Callable[[Dataset], Value]) -> Value:
+        """Return `load(piece)`; CorpusError if it fails."""
+        try:
+            return load(piece)
+        except Exception as error:
+            raise CorpusError(
+                f"{piece.path}: cannot load this dataset ({error_line(error)}); check path, "
+                "config, split and network"
+            ) from error
+
+    def _data_files(self, whole: Dataset) -> list[tuple[str, int]]:
+        """Return the name in the dataset and the bytes (0: not known) of each data file."""
+        if saved := _saved(whole, self.split):
+            state = parse_object(read_regular(saved / "state.json"))
+            if state.get("_indices_files"):
+                return []  # rows in another order than in the files
+            paths = [str(saved / entry["filename"]) for entry in state["_data_files"]]
+        else:
+            builder = self._builder(whole)
+            paths = list((builder.config.data_files or {}).get(self.split, ()))
+            if builder.as_streaming_dataset(split=self.split).num_shards != len(paths):
+                return []
+        if whole.commit:
+            root = f"@{whole.commit}/"
+        else:
+            root, paths = os.path.abspath(whole.path) + os.sep, [*map(os.path.abspath, paths)]
+        if not all(root in path for path in paths):
+            return []  # such as a card that names files of other places
+        return [(path.split(root, 1)[1], _size(path)) for path in paths]
+
+    def _records(self, piece: Dataset) -> Iterator[dict[str, Any]]:
+        import datasets
+
+        if (saved := _saved(piece, self.split)) and piece.file:
+            return iter(datasets.Dataset.from_file(os.path.join(piece.path, piece.file)))
+        if saved:
+            return iter(datasets.load_from_disk(str(saved)))
+        found = self._builder(piece).as_streaming_dataset(split=self.split)
+        if piece.file:
+            found = found.shard(num_shards=found.num_shards, index=piece.start)
+        return iter(found)
+
+    def _builder(self, piece: Dataset) -> Any:
+        import datasets
+        import huggingface_hub
+
+        # `datasets` takes a relative path for a name of the hub or of a format.
+        path = piece.path if piece.commit else os.path.abspath(piece.path)
+        if piece.commit and not datasets.config.HF_HUB_OFFLINE:
+            # Without a network `datasets` tries for half a minute; this fails at once.
+            huggingface_hub.HfApi().dataset_info(path, revision=piece.commit, timeout=10)
+        builder = datasets.load_dataset_builder(path, self.config, revision=piece.commit or None)
+        # `datasets` falls back to any commit in its cache if it cannot load the given one.
+        if piece.commit and builder.hash != piece.commit:
+            raise ValueError(f"got commit {builder.hash} instead of {piece.commit}")
+        return builder
+
+
+def _saved(piece: Dataset, split: str) -> Path | None:
+    """Return the folder of a split that `save_to_disk` wrote; None if it was not."""
+    folder = Path(os.path.abspath(piece.path))
+    if piece.commit:
+        return None
+    if (folder / "dataset_dict.json").exists():
+        return folder / split
+    return folder if (folder / "state.json").exists() else None
+
+
+def _size(path: str) -> int:
+    """Return the bytes of a file here or of the hub; 0 if they are not known."""
+    if not is_remote(path):
+        return os.path.getsize(path)
+    try:
+        with reached(path) as (files, name):
+            return int(files.info(name).get("size") or 0)
+    except CorpusError:
+        return 0

@@ -26,7 +26,7 @@ from data_prep.pipeline.plan import STAGES
 from data_prep.prepare import prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 from data_prep.shards.writing import file_record
-from data_prep.sources import HuggingFace, Piece, PythonDocs
+from data_prep.sources import Document, HuggingFace, Piece, PythonDocs
 
 TEXTS = [f"document {number} of a few plain words" for number in range(30)]
 # `prepare` of one config after another, or a task of a stage.
@@ -104,10 +104,11 @@ def test_a_file_rewritten_with_its_size_and_time_is_noticed(
 
 
 class Hub(Quiet):
-    """Imitate the part of the Hugging Face hub that two datasets of one file need."""
+    """Imitate the part of the Hugging Face hub that datasets of a few files need."""
 
     heads: ClassVar[dict[str, str]] = {}  # dataset -> commit
     texts: ClassVar[dict[str, list[str]]] = {}  # commit -> documents
+    files: ClassVar[list[str]] = ["train.jsonl"]
 
     def _answer(self, code: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(code)
@@ -118,18 +119,30 @@ class Hub(Quiet):
         if self.command == "GET":
             self.wfile.write(body)
 
-    def _lines(self, commit: str) -> bytes:
-        return "".join(json.dumps({"text": text}) + "\n" for text in self.texts[commit]).encode()
+    def _lines(self, commit: str, name: str) -> bytes:
+        each = -(-len(self.texts[commit]) // len(self.files))
+        start = self.files.index(name) * each
+        texts = self.texts[commit][start : start + each]
+        return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
     def do_GET(self) -> None:
-        if found := re.match(r"/datasets/\w+/\w+/resolve/(\w+)/train\.jsonl", self.path):
-            self._answer(200, self._lines(found[1]), ETag=f'"{found[1]}"', X_Repo_Commit=found[1])
+        if found := re.match(r"/datasets/\w+/\w+/resolve/(\w+)/(train.*\.jsonl)", self.path):
+            data, commit = self._lines(found[1], found[2]), found[1]
+            self._answer(200, data, ETag=f'"{commit}-{found[2]}"', X_Repo_Commit=commit)
         elif found := re.match(r"/api/datasets/(\w+/\w+)(?:/(\w+)/(\w+))?", self.path):
             commit = found[3] if found[3] in self.texts else self.heads[found[1]]
-            file: dict[str, Any] = {"type": "file", "path": "train.jsonl", "oid": commit}
-            file["size"] = len(self._lines(commit))
-            about = {"id": found[1], "sha": commit, "siblings": [{"rfilename": "train.jsonl"}]}
-            body = json.dumps([file] if found[2] == "tree" else about).encode()
+            files: list[dict[str, Any]] = [
+                {
+                    "type": "file",
+                    "path": name,
+                    "oid": commit,
+                    "size": len(self._lines(commit, name)),
+                }
+                for name in self.files
+            ]
+            siblings = [{"rfilename": name} for name in self.files]
+            about = {"id": found[1], "sha": commit, "siblings": siblings}
+            body = json.dumps(files if found[2] == "tree" else about).encode()
             self._answer(200, body, Content_Type="application/json")
         else:
             self._answer(404, X_Error_Code="EntryNotFound")
@@ -159,6 +172,69 @@ def test_a_dataset_of_the_hub_is_its_name_and_its_commit(make_config: Any, hub: 
     done = run(ROOT, alice)
     assert done.returncode == 1 and "input alice/wiki has changed" in done.stderr, done
     assert (alice.output / "manifest.json").read_bytes() == before
+
+
+def test_each_file_of_a_dataset_is_a_unit(
+    make_config: Any, hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "files", [f"train-{number}.jsonl" for number in range(3)])
+    hub.heads, hub.texts = {"alice/wiki": "a" * 40}, {"a" * 40: TEXTS[:27]}
+    keys = {"output": tmp_path / "hub", "max_unknown": 1}
+    sources = [{"kind": "huggingface", "path": "alice/wiki", "revision": "a" * 40}]
+    config = make_config(sources=sources, **keys)
+    done = run(ROOT, config, "extract", 2, 3)
+    (record,) = sorted((tmp_path / "hub/.work/extract").glob("*.json"))
+    values = json.loads(record.read_bytes())
+    assert (record.name, values["result"]["documents_in"]) == ("000001.json", 9), done
+    assert values["inputs"][0]["input"] == "alice/wiki/train-1.jsonl"
+    assert run(ROOT, config).stdout.count("done") == 1
+    # The same texts from three files of a folder, by another reader.
+    (tmp_path / "files").mkdir()
+    for number in range(3):
+        records_source(tmp_path / f"files/{number}.jsonl", TEXTS[9 * number :][:9])
+    plain = [{"kind": "jsonl", "path": str(tmp_path / "files")}]
+    assert run(ROOT, make_config(sources=plain)).stdout.count("done") == 1
+    digests = [
+        [shard.sha256 for split in manifest.splits.values() for shard in split.shards]
+        for manifest in (load_manifest(tmp_path / "hub"), load_manifest(tmp_path / "out"))
+    ]
+    assert digests[0] == digests[1]
+    # A finished corpus is compared without the hub, and another commit is not taken for it.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(ROOT, config).stdout.count("done") == 1
+    other = make_config(sources=[sources[0] | {"revision": "b" * 40}], **keys)
+    assert "input alice/wiki has changed" in run(ROOT, other).stderr
+    new = make_config(sources=sources, **keys | {"output": tmp_path / "new"})
+    assert "cannot load this dataset" in run(ROOT, new).stderr
+
+
+@pytest.mark.parametrize("kind", ["files", "saved"])
+def test_each_file_of_a_local_dataset_is_a_unit(
+    make_config: Any, tmp_path: Path, kind: str
+) -> None:
+    import datasets
+
+    folder = tmp_path / "wiki"
+    if kind == "saved":
+        rows = datasets.Dataset.from_dict({"text": TEXTS})
+        shards = {"train": 3, "test": 1}
+        datasets.DatasetDict(train=rows, test=rows).save_to_disk(folder, num_shards=shards)
+    else:
+        folder.mkdir()
+        for number in range(3):
+            records_source(folder / f"train-{number}.jsonl", TEXTS[10 * number :][:10])
+        records_source(folder / "test.jsonl", TEXTS)
+    source = HuggingFace(path=str(folder))
+    pieces = source.inputs(1)
+    assert [piece.start for piece in pieces] == [0, 1, 2] and all(p.size > 100 for p in pieces)
+    found = [item for piece in pieces for item in source.documents(piece)]
+    assert [item.text for item in found if isinstance(item, Document)] == TEXTS
+    assert len({item.id for item in found if isinstance(item, Document)}) == len(TEXTS)
+    before = [piece.sha256() for piece in pieces]
+    changed = folder / pieces[1].file  # type: ignore[attr-defined]
+    changed.write_bytes(changed.read_bytes().replace(b"document 15", b"Document 15"))
+    after = [piece.sha256() for piece in pieces]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
 
 
 def test_a_commit_is_compared_without_a_network() -> None:

@@ -114,8 +114,17 @@ def test_a_multistream_dump_is_the_same_from_pieces_of_any_size(
     assert len(source.inputs(1)) == len(offsets) + 1
     assert read_all(Mediawiki(path=f"{tmp_path}/*"), 1) == read_all(source)  # index left out
     index.unlink()
-    assert [(part.start, part.end) for part in source.inputs(1)] == [(0, None)]
-    assert seen(source, 1) == expected()
+    found = source.inputs(1)  # by a scan
+    assert {part.start for part in found} >= {0, *offsets} and len(found) == len(offsets) + 2
+    assert [part.end for part in found] == [*(part.start for part in found[1:]), None]
+    for limit in (1, 500, 1000, 2000, 10**9):
+        assert read_all(source, limit) == read_all(source) and seen(source, limit) == expected()
+    # Streams of another program begin anywhere, and those of one stream nowhere else.
+    text = bz2.decompress(dump.read_bytes())
+    for streams in ([text[i : i + 700] for i in range(0, len(text), 700)], [text]):
+        dump.write_bytes(b"".join(map(bz2.compress, streams)))
+        assert [(part.start, part.end) for part in source.inputs(1)] == [(0, None)]
+        assert seen(source, 1) == expected()
     assert dump.is_file()
 
 
