@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import CorpusError
-from data_prep.disk import hash_file
+from data_prep.disk import hash_file, write_file
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.messages import one_line
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, run_unit
@@ -122,10 +122,13 @@ class Store:
 
     def note(self, unit: Unit, document: str) -> None:
         """Write the name of the document that a unit reads."""
+        data = document.encode("utf-8", "replace")
         with reached(self._note(unit), "cannot be written") as (files, path):
-            if "://" not in self.url:
+            if "://" in self.url:
+                again(lambda: files.pipe_file(path, data))
+            else:  # whole, or the one before: this process may end at any moment
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-            again(lambda: files.pipe_file(path, document.encode("utf-8", "replace")))
+                write_file(Path(path), lambda file: file.write(data))
 
     def notes(self, unit: Unit) -> list[str]:
         """Return the name of the document that a unit read last, if it was noted."""

@@ -41,10 +41,10 @@ def watchdog(folder: Path, seconds: float = SECONDS) -> Iterator[Callable[[str],
         def starts(document: str) -> None:
             """Note that work on a document begins."""
             nonlocal armed
-            name = document.encode("utf-8", "replace")[: _SIZE - 1]
-            noted[: len(name) + 1] = name + b"\0"
             if elsewhere is not None:
                 elsewhere(document)
+            name = document.encode("utf-8", "replace")[: _SIZE - 1]
+            noted[: len(name) + 1] = name + b"\0"
             if time.monotonic() - armed > pause:
                 armed = time.monotonic()
                 # Not sys.stderr, which may be no file.

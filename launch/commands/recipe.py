@@ -47,7 +47,9 @@ def recipe(
 
         if nodes is not None or slurm:
             options = " --slurm" * slurm + (f" --nodes {nodes}" if nodes is not None else "")
-            raise RunError(f"{options.split()[0]}: is an option of distil launch {config}{options}")
+            raise RunError(
+                f"{options.split()[0]} is for another command: distil launch {config}{options}"
+            )
         launched = None
         if gpus is not None or hardware is not None:
             launched = Launch(config, [], gpus=gpus, hardware=hardware)

@@ -70,8 +70,10 @@ class Train(Stage):
         """Return the last step and its validation figures."""
         if (sealed := sealed_state(self.config.output)) is None:
             return str(self.state())
-        found = sealed[1]["evaluation"] or {}
+        found, step = sealed[1]["evaluation"] or {}, sealed[1]["step"]
         figures = "".join(f", {k} {found[k]:.3f}" for k in ("loss", "accuracy") if k in found)
+        if figures and (measured := sealed[1].get("evaluation_step", step)) != step:
+            figures = f"; at step {measured:,}:{figures[1:]}"
         return f"step {sealed[1]['step']:,} of {sealed[1]['num_steps']:,}{figures}"
 
     def run(self, how: How) -> int:

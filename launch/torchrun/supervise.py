@@ -116,13 +116,13 @@ def supervise(
                 say(fewer(ended.cause.nodes))
             steps.append(ended.cause.step)
             if code != ExitCode.BUG or signals or not may_restart(steps, max_restarts):
-                if not status:  # the ranks were killed before they could say it
+                if not status or code == ExitCode.BUG:  # a rank knows its own end, not the cause
                     with suppress(OSError):
                         write_status(
                             output,
                             ended="failed",
-                            step=ended.cause.step,
-                            num_steps=0,  # not known here
+                            step=int(status.get("step", ended.cause.step)),
+                            num_steps=int(status.get("num_steps", 0)),  # 0: not known
                             exit_code=code,
                             error=ended.cause.line,
                         )

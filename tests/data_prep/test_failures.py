@@ -99,8 +99,8 @@ def killer(home: Path, document: str, times: int) -> Iterator[list[str]]:
 
     def watch() -> None:
         while not over.is_set() and len(killed) < times:
-            for file in home.rglob(FILE):
-                with suppress(OSError, psutil.Error):
+            with suppress(OSError, psutil.Error):  # folders come and go
+                for file in home.rglob(FILE):
                     noted = file.read_bytes().split(b"\0")[0].decode()
                     if not noted.endswith(document):
                         continue

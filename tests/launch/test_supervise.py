@@ -237,12 +237,14 @@ def test_a_killed_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_ends_all_and_is_named(start: Start) -> None:
+def test_a_stopped_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> None:
     run = start(3, until=UNDER_WAY, timeout=15)
     name = run.name(1)
     run.rank(1).suspend()
     assert run.code() == 1
     line = rf"^{name} has been silent for \d+ s, last seen at step \d+ \(\w+\)$"
+    status = read_status(tmp_path / "out")  # not what a rank saw that waited for it
+    assert status is not None and re.search(line, status["error"], re.M), status
     assert re.search(line, run.screen, re.M)
     assert "Traceback" not in run.screen
 
