@@ -32,7 +32,8 @@ PIECE_BYTES = 2**19
 class SourceEstimate:
     """Hold the estimate of a source, scaled up from the `share` of its stored bytes that was read.
 
-    `rows` and `fill` are by row length. `seconds` are of one worker.
+    `rows` and `fill` are by row length. `seconds` are of one worker, and `longest` those of the
+    largest unit of extraction. `is_beginning`: of a large compressed file no other part was read.
     """
 
     name: str
@@ -48,6 +49,8 @@ class SourceEstimate:
     fill: dict[int, float]
     text_bytes: int
     seconds: float
+    longest: float
+    is_beginning: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,8 @@ def estimate(config: CorpusConfig) -> Estimate:
                     },
                     text_bytes=round(text_bytes / share),
                     seconds=seconds / share,
+                    longest=sample.seconds / share * sample.largest / max(stored, 1),
+                    is_beginning=sample.is_beginning,
                 )
             )
 
@@ -136,7 +141,13 @@ def estimate(config: CorpusConfig) -> Estimate:
         sources=tuple(sources),
         shard_bytes=shard_bytes,
         work_bytes=text + shard_bytes,
-        seconds=sum(source.seconds for source in sources) / config.workers,
+        # A unit is one worker's, however many there are.
+        seconds=max(
+            [
+                sum(source.seconds for source in sources) / config.workers,
+                *(source.longest for source in sources),
+            ]
+        ),
         vocab_size=len(tokens.vocabulary),
         trained=isinstance(named, TrainTokenizer),
     )
@@ -149,7 +160,9 @@ class _Sample:
     sampled_bytes: int
     folders: tuple[Path, ...]
     results: tuple[dict[str, Any], ...]
-    seconds: float
+    seconds: float  # of extraction
+    largest: int  # bytes of the largest unit
+    is_beginning: bool
 
 
 def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _Sample:
@@ -158,7 +171,7 @@ def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _
     total = sum(piece.size for piece in pieces)
     wanted = max(1, min(len(pieces), round(SAMPLE_BYTES * len(pieces) / max(total, 1))))
     chosen = [pieces[i * len(pieces) // wanted] for i in range(wanted)]
-    sampled = 0
+    sampled, is_beginning = 0, False
     jobs = []
     for place, piece in enumerate(chosen):
         path = folder / f"{number}-{place}"
@@ -166,6 +179,7 @@ def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _
         of = source
         if piece.size > SAMPLE_BYTES and is_compressed(piece.path):
             # The beginning of the file, to a document's end.
+            is_beginning = True
             head = path / Path(piece.path).with_suffix("").name
             chunks: list[bytes] = []
             size = stored = 0
@@ -197,6 +211,8 @@ def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _
         tuple(path for _, path in jobs),
         tuple(result for result, _ in found),
         sum(seconds for _, seconds in found),
+        max(piece.size for piece in pieces),
+        is_beginning,
     )
 
 

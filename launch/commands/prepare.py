@@ -205,6 +205,13 @@ def show_estimate(estimate: Estimate, workers: int) -> None:
             f"  {source.tokens:,} tokens, {source.tokens / max(source.words, 1):.2f} a word, "
             f"{source.unknown:.3%} unknown; {rows}",
         )
+        if source.is_beginning:
+            show("  sampled at the beginning of a compressed file: later documents may differ")
+        if source.longest > sum(each.seconds for each in estimate.sources) / workers:
+            show(
+                f"  one file is one unit of about {duration(source.longest)}, for which other "
+                "workers wait: more, smaller files, or a multistream dump, would not"
+            )
     trained = " (trained on the sample)" if estimate.trained else ""
     show(
         f"in all {sum(s.tokens for s in estimate.sources):,} tokens of a vocabulary of "

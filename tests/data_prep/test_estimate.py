@@ -1,6 +1,7 @@
 """Compare the estimate of a dry run with what `prepare` then makes."""
 
 import bz2
+import gzip
 import json
 import random
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from data_prep import estimate as module
-from data_prep.estimate import estimate
+from data_prep.estimate import Estimate, estimate
 from data_prep.prepare import prepare
 
 
@@ -59,6 +60,29 @@ def test_a_small_corpus_is_read_whole(make_config: Any, tmp_path: Path) -> None:
     texts = sum(len(path.read_bytes().strip()) for path in (tmp_path / "texts").iterdir())
     # Each of the 6 files has 9 blank lines between its documents.
     assert kept.shard_bytes == 2 * 32 * source.rows[32] + texts - 6 * 9 * 2
+
+
+def test_one_large_unit_takes_its_time_whatever_the_workers(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "".join(json.dumps({"text": f"word {n} " * 20}) + "\n" for n in range(6000)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 5_000)
+    monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
+
+    def estimated(name: str, workers: int) -> Estimate:
+        source = {"kind": "jsonl", "path": str(tmp_path / name)}
+        return estimate(make_config(sources=[source], workers=workers))
+
+    packed = estimated("a.jsonl.gz", 64)
+    (source,) = packed.sources
+    assert source.is_beginning and source.longest > 0.3 * source.seconds
+    assert packed.seconds == source.longest > 10 * source.seconds / 64
+    plain = estimated("a.jsonl", 8)
+    (source,) = plain.sources
+    assert not source.is_beginning and source.longest < source.seconds / 64
+    assert plain.seconds == source.seconds / 8
 
 
 def test_a_vocabulary_is_trained_on_the_sample(make_config: Any) -> None:
