@@ -6,12 +6,14 @@ import json
 import re
 import textwrap
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from data_prep.keys import Keys
 from launch.commands import Config, Overrides
+
+if TYPE_CHECKING:
+    from data_prep.keys import Keys
 
 config = typer.Typer(
     no_args_is_help=True, help="Explain the keys of a config file; show and compare files."
@@ -95,6 +97,7 @@ def show_file(
     Example: distil config show configs/demo.yaml --diff runs/demo
     """
     from data_prep.disk.credentials import masked
+    from data_prep.keys import Keys
     from launch.config import as_yaml
     from pretrain import RunError
     from pretrain.config import RunConfig

@@ -9,7 +9,6 @@ from typing import Annotated, cast, get_args
 import typer
 
 from launch.commands import RecordFile
-from launch.stages.evaluate import measure, row_names, show_figures
 from pretrain.monitor.records import append_record, check_record, of_run, row
 
 
@@ -60,6 +59,7 @@ def evaluate(
     from data_prep.shards.manifest import Split
     from launch.config import find_shipped
     from launch.console import show
+    from launch.stages.evaluate import measure, row_names, show_figures
     from pretrain import RunError
     from pretrain.model.hub import look_up
     from pretrain.run_folder import check_model, check_source, teacher_of_runs

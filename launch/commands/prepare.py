@@ -10,7 +10,6 @@ import typer
 
 from launch.commands import AcceptCode, Config, Overrides, RecordFile
 from launch.console import counts, keep_going, show, stages
-from launch.stages.prepare import prepare_and_show, show_shards
 from pretrain.monitor.records import append_record, check_record, row
 
 if TYPE_CHECKING:
@@ -98,6 +97,7 @@ def prepare(
 
     from data_prep.messages import warn
     from data_prep.pipeline.engines import Engine
+    from launch.stages.prepare import prepare_and_show, show_shards
 
     if engine not in get_args(Engine):
         raise CorpusError(f"--engine {engine}: no such engine: {' or '.join(get_args(Engine))}")

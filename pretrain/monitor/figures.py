@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+# numpy and pyarrow take a tenth of a second, which each process of `distil prepare` would wait for.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 RESAMPLES = 200  # of a bootstrap
 # Figures of a line of training that the machine and the hour decide.
@@ -56,6 +58,8 @@ def share(value: float, count: float) -> Figure:
 
 def resamples(size: int) -> Iterator[NDArray[np.int64]]:
     """Yield the places [size] that each resample of a bootstrap draws, the same at every call."""
+    import numpy as np
+
     draw = np.random.default_rng(0)
     for _ in range(RESAMPLES):
         yield draw.integers(size, size=size)
@@ -66,6 +70,8 @@ def interval(value: float, drawn: Sequence[float] | NDArray[np.float64]) -> Figu
 
     A resample in which the figure is not defined is NaN, and is left out.
     """
+    import numpy as np
+
     if np.isnan(drawn).all():
         return Figure(value)
     low, high = np.nanpercentile(drawn, [2.5, 97.5])

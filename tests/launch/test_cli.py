@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import assert_refused, file_size_limit, in_a_process
+from support.processes import assert_refused, file_size_limit, in_a_process, python
 from support.small_corpora import LETTERS, corpus_values, write
 
 from data_prep.config import CorpusConfig
@@ -185,3 +185,11 @@ def test_a_mistake_in_training_is_one_line(
     assert_refused(distil("pretrain", run, "student.init=nowhere"), "nowhere")
     if not torch.cuda.is_available():
         assert_refused(distil("pretrain", run, "train.precision=fp16"), "use bf16 or fp32")
+
+
+def test_the_list_of_commands_needs_no_large_package() -> None:
+    """Each worker of `distil prepare` reads it again: half a second were for evaluations' code."""
+    code = "import sys, launch.cli; print(*sys.modules)"
+    found = {name.partition(".")[0] for name in python("-c", code).stdout.split()}
+    large = {"numpy", "pyarrow", "pydantic", "torch", "transformers", "datasets", "yaml", "psutil"}
+    assert not large & found
