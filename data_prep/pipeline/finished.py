@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -164,9 +165,13 @@ def open_work(plan: Plan) -> None:
     tokenizer = config.tokenizer
     if not isinstance(tokenizer, TrainTokenizer):
         read.add(str(tokenizer.vocab if isinstance(tokenizer, VocabularyTokenizer) else tokenizer))
-    inside = os.path.realpath(output)
+    inside = Path(os.path.realpath(output))
+    folder_of = cache(os.path.realpath)  # of many files in one folder
     for file in sorted(read):
-        if os.path.exists(file) and Path(os.path.realpath(file)).is_relative_to(inside):
+        folder, name = os.path.split(file.rstrip("/"))
+        real = os.path.join(folder_of(folder), name)
+        real = os.path.realpath(file) if os.path.islink(real) or name == ".." else real
+        if Path(real).is_relative_to(inside) and os.path.exists(file):
             raise CorpusError(f"{output}: holds {file}, which is read: use another `output`")
     check_folders(config)
     plan.work.mkdir(parents=True, exist_ok=True)

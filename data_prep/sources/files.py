@@ -48,9 +48,12 @@ class Piece:
         """
         if remote.is_remote(self.path):
             return remote.version(self.path)
-        if not os.path.isfile(self.path):
+        try:
+            status = os.stat(self.path)
+        except (OSError, ValueError):
             return ""
-        status = os.stat(self.path)
+        if not stat.S_ISREG(status.st_mode):
+            return ""
         # Programs can set the first time but not the second: it shows a copy of equal size.
         return f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}"
 
