@@ -71,7 +71,7 @@ def prepare(
     passes through. Finished shards of another configuration are never overwritten.
     `accept_code` keeps finished shards that other code of the same behaviour made.
     """
-    plan = Plan(config, part_bytes, piece_bytes)
+    plan = Plan(config, part_bytes, piece_bytes, warn)
     _ = plan.tokenizer  # one that does not load is found before hours of reading
     if finished := find_finished(plan, warn, accept_code):
         for manifest in finished:
@@ -105,7 +105,7 @@ def prepare_stage(
     CorpusError while an earlier stage is not complete.
     """
     assert 1 <= task <= tasks
-    plan = Plan(config, part_bytes, piece_bytes)
+    plan = Plan(config, part_bytes, piece_bytes, warn)
     if find_finished(plan, warn):
         return 0
     open_work(plan)
@@ -127,7 +127,7 @@ def finalise(
     piece_bytes: int = PIECE_BYTES,
 ) -> Manifest:
     """Put together what the stages made; CorpusError if one is not complete."""
-    plan = Plan(config, part_bytes, piece_bytes)
+    plan = Plan(config, part_bytes, piece_bytes, warn)
     if finished := find_finished(plan, warn):
         _clear(plan, warn)
         return finished[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from data_prep.disk.json_files import (
     self_sha256,
     write_json,
 )
+from data_prep.messages import duration, megabytes, one_line
 from data_prep.sources import Piece, Source
 from data_prep.sources.kind import FileSource
 from data_prep.sources.remote import looked_up_once
+
+_LONG, _SPEED = 2e9, 130e6  # bytes; bytes/s of bz2_blocks on one core
 
 
 class Cuts:
@@ -27,9 +30,10 @@ class Cuts:
     keeps them is missing or damaged.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._kept: dict[str, list[tuple[int, int | None, int]]] = {}
+    def __init__(self, file: Path, tell: Callable[[str], None]) -> None:
+        self._file, self._tell = file, tell
+        # By key, of each piece: the number of its class, start, end and size.
+        self._kept: dict[str, list[tuple[int, int, int | None, int]]] = {}
         self._is_new = False
         try:
             values = parse_object(read_regular(file))
@@ -52,10 +56,22 @@ class Cuts:
         keys = source.model_dump(mode="json")  # with the columns that a footer must name
         key = canonical_sha256([keys, file.path, version, file.size, limit])
         if version and key in self._kept:
-            return [source.piece(file.path, *place) for place in self._kept[key]]
+            return [
+                source.pieces[kind](file.path, start, end, size)
+                for kind, start, end, size in self._kept[key]
+            ]
+        if file.size > _LONG:
+            seconds = file.size / _SPEED
+            self._tell(
+                f"{one_line(file.path)}: looking for places to cut {megabytes(file.size)} MB, which "
+                f"may take {duration(seconds)}; they are kept"
+            )
         pieces = source.cut(file, limit)
         if version:
-            self._kept[key] = [(piece.start, piece.end, piece.size) for piece in pieces]
+            self._kept[key] = [
+                (source.pieces.index(type(piece)), piece.start, piece.end, piece.size)
+                for piece in pieces
+            ]
             self._is_new = True
         return pieces
 

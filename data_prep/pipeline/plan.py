@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +42,11 @@ class Plan:
     """Hold the units of a corpus; those of a stage are known once all earlier stages are done."""
 
     def __init__(
-        self, config: CorpusConfig, part_bytes: int = PART_BYTES, piece_bytes: int = PIECE_BYTES
+        self,
+        config: CorpusConfig,
+        part_bytes: int = PART_BYTES,
+        piece_bytes: int = PIECE_BYTES,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.config = config
         self.work = config.output / ".work"
@@ -54,7 +58,7 @@ class Plan:
             self.store = Store(f"{config.work.rstrip('/')}/{canonical_sha256(kept)[:16]}")
         self.part_bytes = part_bytes
         self.piece_bytes = min(piece_bytes, part_bytes)
-        self.cuts = Cuts(self.work / "cuts.json")
+        self.cuts = Cuts(self.work / "cuts.json", tell)
         cut = self.cuts.inputs
         self.pieces: list[list[NamedPiece]] = [
             [(number, source.input_name(piece), piece) for piece in cut(source, self.piece_bytes)]

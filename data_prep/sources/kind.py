@@ -86,7 +86,7 @@ class FileSource(SourceKind):
     patterns: ClassVar[tuple[str, ...]]  # names of a folder's files that are read
     by_range: ClassVar[bool] = False  # a range of bytes of a plain file can be read on its own
     cut_by_content: ClassVar[bool] = False  # does `cut` read the file?
-    piece: ClassVar[type[Piece]] = Piece
+    pieces: ClassVar[tuple[type[Piece], ...]] = (Piece,)  # what `cut` returns
 
     path: str = Field(min_length=1)
     """File, folder, glob, or URL of one of these."""

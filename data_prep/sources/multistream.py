@@ -24,7 +24,7 @@ def stream_ranges(file: Piece, limit: int) -> list[Piece]:
     """Divide a dump into pieces of at least `limit` bytes, each beginning with a bz2 stream.
 
     Returns none if it has one stream, or if there is no index next to one in a store, which would
-    be read twice. Raises CorpusError if the index does not fit the dump.
+    move twice. Raises CorpusError if the index does not fit the dump.
     """
     index, name = "", _DUMP.fullmatch(file.path)
     if name is not None:

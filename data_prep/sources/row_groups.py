@@ -64,7 +64,7 @@ class Parquet(RecordSource):
 
     patterns: ClassVar[tuple[str, ...]] = ("*.parquet",)
     cut_by_content: ClassVar[bool] = True
-    piece: ClassVar[type[Piece]] = RowGroups
+    pieces: ClassVar[tuple[type[Piece], ...]] = (RowGroups,)
 
     kind: Literal["parquet"] = "parquet"
 
