@@ -63,8 +63,8 @@ class Cuts:
         if file.size > _LONG:
             seconds = file.size / _SPEED
             self._tell(
-                f"{one_line(file.path)}: looking for places to cut {megabytes(file.size)} MB, which "
-                f"may take {duration(seconds)}; they are kept"
+                f"{one_line(file.path)}: looking for places to cut {megabytes(file.size)} MB, "
+                f"which may take {duration(seconds)}; they are kept"
             )
         pieces = source.cut(file, limit)
         if version:
