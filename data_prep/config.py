@@ -183,7 +183,7 @@ class CorpusConfig(Keys):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of the split, `fraction` of sources, and samples."""
     skip_documents: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Documents to leave out: an id, or INPUT@START/ID as an error names one that ends workers."""
+    """Documents to leave out: an id, or SOURCE:INPUT@START/ID as an error names one."""
     keep_text: bool = False
     """Also write the cleaned text of each whole document, so that an encoder with another
     vocabulary can teach. It takes the disk space of the text.

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -327,12 +328,14 @@ def _failed(
             seen = plan.store.notes(unit)
         text = f"unit {unit.number} of stage {stage}"
         if unit.pieces:
-            text += f" ({', '.join(place_of(name, piece) for _, name, piece in unit.pieces[:3])})"
+            text += f" ({', '.join(starmap(place_of, unit.pieces[:3]))})"
         text += f": {failure}"
-        if seen and len(set(seen)) == 1 and seen[0] != START:
+        if len(seen) > 1 and len(set(seen)) == 1 and seen[0] != START:
             text += f" while it read {seen[0]}: {_leave(seen[0])}"
         elif seen:
             text += f"; last read: {' and '.join(seen)}: use fewer `workers`"
+            if seen[-1] != START:
+                text += f"; if it is read again when a worker dies, {_leave(seen[-1])}"
         reasons[text] = None
     if len(reasons) == 1:
         return CorpusError(next(iter(reasons)))
@@ -347,7 +350,7 @@ def _failed(
 
 
 def _leave(entry: str) -> str:
-    return f"leave it out with `skip_documents: [{json.dumps(entry)}]`"
+    return f"leave it out with `skip_documents: [{json.dumps(entry, ensure_ascii=False)}]`"
 
 
 def _bytes_read(unit: Unit) -> int:

@@ -20,6 +20,7 @@ from data_prep.sources import Piece, Source
 from data_prep.sources.kind import FileSource
 from data_prep.sources.remote import looked_up_once
 
+_BEHAVIOUR = 1  # of all that cuts files; raise it with every change of where they are cut
 _LONG, _SPEED = 2e9, 130e6  # bytes; bytes/s of bz2_blocks on one core
 
 
@@ -54,7 +55,8 @@ class Cuts:
             return source.cut(file, limit)
         version = file.version()
         keys = source.model_dump(mode="json")  # with the columns that a footer must name
-        key = canonical_sha256([keys, file.path, version, file.size, limit])
+        own = [_BEHAVIOUR, file.path, version, file.size, source.cut_by(file), limit]
+        key = canonical_sha256([keys, *own])
         if version and key in self._kept:
             return [
                 source.pieces[kind](file.path, start, end, size)

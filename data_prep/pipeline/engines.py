@@ -94,7 +94,7 @@ class _Results:
         self.failures[number] = error
         most = MANY
         if not self.num_done:  # a script that workers cannot import, a store that nobody reaches
-            most = 1 if isinstance(error, WorkerDiedError) else FIRST
+            most = 1 if isinstance(error, WorkerDiedError) else min(FIRST, MANY)
         if len(self.failures) > most:
             raise FailedError(self.failures, self.left)
 
@@ -157,7 +157,12 @@ def _processes(workers: int) -> Iterator[Run]:
                 all_die = len(died) > (1 if results.num_done == 0 else MANY)
                 while left and free and not all_die:
                     number, place = left.popleft(), free.pop()
-                    running[pools[place].submit(function, items[number])] = number, place
+                    try:
+                        future = pools[place].submit(function, items[number])
+                    except BrokenProcessPool:  # its worker died while it was idle
+                        pools[place] = new_pool()
+                        future = pools[place].submit(function, items[number])
+                    running[future] = number, place
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     number, place = running.pop(future)
                     try:
@@ -168,12 +173,12 @@ def _processes(workers: int) -> Iterator[Run]:
                     free.append(place)
                 while died and not running and (all_die or not left):
                     number = died.pop()
+                    pools[0].shutdown()
+                    pools[0] = new_pool()
+                    future = pools[0].submit(alone or function, items[number])
                     try:
-                        results.take(
-                            number, pools[0].submit(alone or function, items[number]).result
-                        )
+                        results.take(number, future.result)
                     except BrokenProcessPool:
-                        pools[0] = new_pool()
                         results.fail(number, WorkerDiedError(_DIED))
         except BaseException:
             # A unit may have hours to go, and its work is thrown away: do not wait for it.

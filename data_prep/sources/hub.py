@@ -66,6 +66,8 @@ class Dataset(Piece):
             paths += [os.path.join(folder, name) for name in names]
         if self.file:
             own, ending = os.path.join(self.path, self.file), PurePath(self.file).suffix
+            if own not in paths:
+                return ""
             paths = [path for path in paths if path == own or PurePath(path).suffix != ending]
         for path in paths:
             if not os.path.exists(path):
@@ -199,6 +201,11 @@ class HuggingFace(RecordSource):
     def _records(self, piece: Dataset) -> Iterator[dict[str, Any]]:
         import datasets
 
+        # By number, of files that may have changed since they were listed.
+        if piece.file and not piece.commit:
+            there = self._data_files(Dataset(piece.path))[piece.start : piece.start + 1]
+            if [name for name, _ in there] != [piece.file]:
+                raise CorpusError("files were added or removed: run the same command again")
         if (saved := _saved(piece, self.split)) and piece.file:
             return iter(datasets.Dataset.from_file(os.path.join(piece.path, piece.file)))
         if saved:

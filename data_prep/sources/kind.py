@@ -105,6 +105,10 @@ class FileSource(SourceKind):
         """Return a file in pieces; the result depends on its content and `limit` alone."""
         return byte_ranges(file, limit) if self.by_range else [file]
 
+    def cut_by(self, file: Piece) -> str:
+        """Return the version of another file that decides where a file is cut; "" without one."""
+        return ""
+
     def inputs(self, limit: int) -> Sequence[Piece]:
         """Return the pieces of all files."""
         return [piece for file in self.files() for piece in self.cut(file, limit)]

@@ -121,6 +121,11 @@ class Mediawiki(FileSource):
             raise CorpusError(f"{one_line(self.path)}: indexes alone; the dump lies elsewhere")
         return found
 
+    def cut_by(self, file: Piece) -> str:
+        """Return the version of the index next to a dump."""
+        index = multistream.index_of(file)
+        return Piece(index).version() if index else ""
+
     def cut(self, file: Piece, limit: int) -> list[Piece]:
         """Return a dump in ranges of bytes if plain, of bz2 streams, or of a stream's blocks.
 

@@ -26,11 +26,7 @@ def stream_ranges(file: Piece, limit: int) -> list[Piece]:
     Returns none if it has one stream, or if there is no index next to one in a store, which would
     move twice. Raises CorpusError if the index does not fit the dump.
     """
-    index, name = "", _DUMP.fullmatch(file.path)
-    if name is not None:
-        index = f"{name[1]}-index{name[2]}.txt{name[3] or ''}.bz2"
-        there = remote.exists(index) if remote.is_remote(index) else os.path.isfile(index)
-        index = index if there else ""
+    index = index_of(file)
     if index and file.size <= limit:
         return [file]
     if index:
@@ -38,6 +34,15 @@ def stream_ranges(file: Piece, limit: int) -> list[Piece]:
     if file.size <= limit or remote.is_remote(file.path) or not file.path.endswith(".bz2"):
         return []
     return _pieces(file, _by_scan(file, limit))
+
+
+def index_of(file: Piece) -> str:
+    """Return the path of the index next to a dump; "" without one."""
+    if not (name := _DUMP.fullmatch(file.path)):
+        return ""
+    index = f"{name[1]}-index{name[2]}.txt{name[3] or ''}.bz2"
+    there = remote.exists(index) if remote.is_remote(index) else os.path.isfile(index)
+    return index if there else ""
 
 
 def _pieces(file: Piece, borders: list[int]) -> list[Piece]:

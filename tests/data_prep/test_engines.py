@@ -110,6 +110,17 @@ def test_a_task_of_a_killed_worker_runs_again_with_no_other_beside_it(tmp_path: 
     assert run(Once(tmp_path / "once"), list(range(6)), 3) == list(range(6))
 
 
+def test_a_worker_that_dies_while_it_is_idle_is_replaced() -> None:
+    before = set(multiprocessing.active_children())
+    with started(2) as begun:
+        assert begun(double_or_fail, [1, 2, 3], lambda number, result: None) == [2, 4, 6]
+        for worker in set(multiprocessing.active_children()) - before:
+            worker.kill()
+            worker.join()
+        time.sleep(0.5)
+        assert begun(double_or_fail, [1, 2, 3], lambda number, result: None) == [2, 4, 6]
+
+
 class Beside:
     """Note the begin and the end of each call; the call of 101 ends its process."""
 

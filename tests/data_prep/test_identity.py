@@ -230,6 +230,16 @@ def test_each_file_of_a_local_dataset_is_a_unit(
     found = [item for piece in pieces for item in source.documents(piece)]
     assert [item.text for item in found if isinstance(item, Document)] == TEXTS
     assert len({item.id for item in found if isinstance(item, Document)}) == len(TEXTS)
+    last = folder / pieces[2].file  # type: ignore[attr-defined]
+    if kind == "files":  # by its number, another file would be read in its place
+        last.rename(folder / "train-.jsonl")
+        assert not pieces[2].version() and not pieces[2].sha256()
+        (folder / "train-.jsonl").rename(last)
+        records_source(folder / "train-00.jsonl", TEXTS)
+        for piece in pieces[1:]:
+            with pytest.raises(CorpusError, match="files were added or removed"):
+                list(source.documents(piece))
+        (folder / "train-00.jsonl").unlink()
     before = [piece.sha256() for piece in pieces]
     changed = folder / pieces[1].file  # type: ignore[attr-defined]
     changed.write_bytes(changed.read_bytes().replace(b"document 15", b"Document 15"))

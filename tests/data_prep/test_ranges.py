@@ -300,6 +300,21 @@ def test_where_a_dump_was_cut_is_forgotten_when_it_changes(
         kept["cuts"][key] = [(0, None, 5)]  # by hand, without its seal
         (plan.work / "cuts.json").write_text(json.dumps(kept), encoding="utf-8")
     assert before[400] != before[300]
+    # An index that is added makes another cut than a scan, or none, has made.
+    folder = tmp_path / "dump"
+    (index,) = folder.glob("*.txt.bz2")
+    listed = index.read_bytes()
+    index.unlink()
+    local = corpus(tmp_path / "local", str(folder), "mediawiki")
+    starts = []
+    for data in (None, listed, None):
+        index.unlink(missing_ok=True)
+        if data is not None:
+            index.write_bytes(data)
+        prepare_stage(local, "examples", piece_bytes=1)
+        starts.append([piece.start for _, _, piece in Plan(local, piece_bytes=1).pieces[0]])
+        assert starts[-1] == [piece.start for piece in local.sources[0].inputs(1)]
+    assert starts[0] == starts[2] != starts[1]
 
 
 def dump_of(folder: Path, bucket: Any, num: int = 400) -> tuple[Path, int]:

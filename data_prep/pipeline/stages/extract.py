@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from data_prep import CorpusError
 from data_prep.config import Deduplicate, source_keys
 from data_prep.duplicates import decontamination
 from data_prep.duplicates.dedup import draw, text_hash
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 DETAIL_CHARACTERS = 200
 EXAMPLES = 20  # of leftovers, by class
+_SAID = 10  # broken files of a unit that are named
 COUNTS = ("dropped", "noted", "leftovers", "contaminated")
 
 
@@ -87,7 +90,7 @@ def _plan(plan: Plan) -> Iterator[Planned]:
             named = tuple(found[member] for member in members)
             pieces = tuple(piece for _, _, piece in named)
             task = extract_task(plan, source_number, pieces, contamination)
-            places = (place_of(name, piece) for _, name, piece in named)
+            places = starmap(place_of, named)
             skip = (*anywhere, *(entry for place in places for entry in by_place.get(place, ())))
             task = replace(task, skip=skip)
             keys = {
@@ -101,16 +104,16 @@ def _plan(plan: Plan) -> Iterator[Planned]:
             yield Planned(task, keys, upstream, named)
 
 
-def place_of(name: str, piece: Piece) -> str:
-    """Return how `skip_documents` names a piece: INPUT@START."""
-    return f"{name}@{piece.start}"
+def place_of(source_number: int, name: str, piece: Piece) -> str:
+    """Return how `skip_documents` names a piece: SOURCE:INPUT@START."""
+    return f"{source_number}:{name}@{piece.start}"
 
 
 def _skipped(plan: Plan) -> tuple[tuple[str, ...], dict[str, list[str]]]:
     """Return the entries of `skip_documents` for all pieces, and those of one by its place."""
     if not (entries := plan.config.skip_documents):
         return (), {}
-    places = {place_of(name, piece) for found in plan.pieces for _, name, piece in found}
+    places = {place_of(*each) for found in plan.pieces for each in found}
     by_place: dict[str, list[str]] = {}
     anywhere = []
     for entry in entries:
@@ -126,7 +129,7 @@ def _skipped(plan: Plan) -> tuple[tuple[str, ...], dict[str, list[str]]]:
 def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
     """Read, clean and filter the documents of a unit."""
     documents_in = 0
-    skip, skipped = set(task.skip), set[str]()
+    skip, skipped, errors = set(task.skip), set[str](), list[CorpusError]()
     counts = {name: Counter[str]() for name in COUNTS}
     ngrams = None if task.contamination is None else decontamination.load(task.contamination)
     with ExitStack() as stack:
@@ -149,8 +152,8 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
 
         stack.enter_context(told(begin))
         for piece in task.pieces:
-            place = place_of(task.source.input_name(piece), piece)
-            for item in task.source.documents(piece):
+            place = place_of(task.source_number, task.source.input_name(piece), piece)
+            for item in _read(task.source, piece, errors):
                 documents_in += 1
                 if isinstance(item, Document) and not begin(item.id):
                     item = Rejected(item.id, SKIPPED)
@@ -198,10 +201,21 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
                             )
                         counts["leftovers"][name] += 1
                 documents.add(item, text, key)
+    if errors:
+        more = f"; and {len(errors) - _SAID} more" if len(errors) > _SAID else ""
+        raise CorpusError("; ".join(map(str, errors[:_SAID])) + more)
     result = {"source": task.source_number, **documents.summary, "documents_in": documents_in}
     if skip:
         result["skipped"] = sorted(skipped)
     return result | {name: dict(sorted(of_kind.items())) for name, of_kind in counts.items()}
+
+
+def _read(source: Source, piece: Piece, errors: list[CorpusError]) -> Iterator[Document | Rejected]:
+    """Yield the documents of a piece; an error that ends it is kept, and other pieces are read."""
+    try:
+        yield from source.documents(piece)
+    except CorpusError as error:
+        errors.append(error)
 
 
 def _unwanted(text: str, key: bytes, task: ExtractTask) -> str:
