@@ -8,7 +8,6 @@ made for real; its record, with other numbers, stands for all others.
 
 from __future__ import annotations
 
-import pickle
 import resource
 import sys
 import tempfile
@@ -44,9 +43,8 @@ def main(num: int) -> None:
         units = plan.units("extract")
         _say(f"{len(units):,} units of extraction planned", begun)
         first = run_unit(STAGES["extract"].run, units[0])
-        sizes = len(pickle.dumps(units[0])), len(first.model_dump_json())
-        print(f"  {sizes[0]:,} bytes of a task, {sizes[1]:,} of a record")
         text = first.model_dump_json().encode()
+        print(f"  {len(text):,} bytes of a record")
         records = [
             sealed(UnitRecord.model_validate_json(text), unit=unit.number, identity=unit.identity)
             for unit in units
@@ -54,8 +52,7 @@ def main(num: int) -> None:
         plan.finished("extract", records)
         _say(f"{len(records):,} records of extraction held", begun)
         units = plan.units("match")
-        size = len(pickle.dumps(units[0]))
-        _say(f"{len(units):,} units of match planned, {size:,} bytes of a task", begun)
+        _say(f"{len(units):,} units of match planned", begun)
 
 
 def _say(text: str, begun: float) -> None:
