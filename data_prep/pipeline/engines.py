@@ -24,6 +24,7 @@ from data_prep import CorpusError
 from data_prep.messages import error_line, extra
 
 Engine = Literal["processes", "ray"]
+Function = Callable[[Any], Any]  # of a module, so that processes can import it
 Report = Callable[[int, Any], None]  # (number of an item, its result), after each
 MANY, FIRST = 100, 10  # failures, after which the rest is not tried; when nothing has succeeded
 _MEMORY = 2**30  # bytes that a task asks a cluster for
@@ -58,10 +59,10 @@ class Run(Protocol):
 
     def __call__(
         self,
-        function: Callable[[Any], Any],
+        function: Function,
         items: Sequence[Any],
         report: Report,
-        alone: Callable[[Any], Any] | None = None,
+        alone: Function | None = None,
         /,
     ) -> list[Any]:
         """Return the results."""
@@ -74,7 +75,7 @@ class _Results:
         self.results: list[Any] = [None] * num
         self.failures: dict[int, CorpusError] = {}
         self.report = report
-        self.left, self.num_done = num, 0
+        self.num_done = 0
 
     def take(self, number: int, get: Callable[[], Any]) -> None:
         """Take the result of an item, or its CorpusError."""
@@ -83,20 +84,19 @@ class _Results:
         except CorpusError as error:
             self.fail(number, error)
         else:
-            self.left -= 1
             self.num_done += 1
             self.results[number] = result
             self.report(number, result)
 
     def fail(self, number: int, error: CorpusError) -> None:
         """Set an item aside."""
-        self.left -= 1
         self.failures[number] = error
         most = MANY
         if not self.num_done:  # a script that workers cannot import, a store that nobody reaches
             most = 1 if isinstance(error, WorkerDiedError) else min(FIRST, MANY)
         if len(self.failures) > most:
-            raise FailedError(self.failures, self.left)
+            not_tried = len(self.results) - self.num_done - len(self.failures)
+            raise FailedError(self.failures, not_tried)
 
     def all(self) -> list[Any]:
         """Return the results of all items."""
@@ -105,33 +105,45 @@ class _Results:
         return self.results
 
 
+# What an engine does: it hands each item's result or failure to the results.
+_Work = Callable[[Function, Sequence[Any], _Results, Function], None]
+
+
+@contextmanager
 def started(
     workers: int, engine: Engine = "processes", shared: Path | None = None
-) -> AbstractContextManager[Run]:
-    """Return a context manager; it gives a function that runs units, and ends its processes.
+) -> Iterator[Run]:
+    """Yield a function that runs units, and end its processes.
 
     `shared` is a folder that units write to: every node of a cluster must see it.
     """
     if engine == "ray":
-        return _ray(workers, shared)
-    return nullcontext(_here) if workers == 1 else _processes(workers)
+        begun: AbstractContextManager[_Work] = _ray(workers, shared)
+    else:
+        begun = nullcontext(_here) if workers == 1 else _processes(workers)
+    with begun as work:
+
+        def run(
+            function: Function,
+            items: Sequence[Any],
+            report: Report,
+            alone: Function | None = None,
+        ) -> list[Any]:
+            results = _Results(len(items), report)
+            work(function, items, results, alone or function)
+            return results.all()
+
+        yield run
 
 
-def _here(
-    function: Callable[[Any], Any],
-    items: Sequence[Any],
-    report: Report,
-    alone: Callable[[Any], Any] | None = None,
-) -> list[Any]:
-    results = _Results(len(items), report)
+def _here(function: Function, items: Sequence[Any], results: _Results, alone: Function) -> None:
     for number, item in enumerate(items):
         results.take(number, partial(function, item))
-    return results.all()
 
 
 @contextmanager
-def _processes(workers: int) -> Iterator[Run]:
-    """Yield a function that runs units in processes, which start with more than one item."""
+def _processes(workers: int) -> Iterator[_Work]:
+    """Yield what runs units in processes, which start with more than one item."""
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # fork would copy threads' locks
 
@@ -141,15 +153,10 @@ def _processes(workers: int) -> Iterator[Run]:
     # A pool for each worker: one that dies takes no other with it.
     pools = [new_pool() for _ in range(workers)]
 
-    def run(
-        function: Callable[[Any], Any],
-        items: Sequence[Any],
-        report: Report,
-        alone: Callable[[Any], Any] | None = None,
-    ) -> list[Any]:
+    def work(function: Function, items: Sequence[Any], results: _Results, alone: Function) -> None:
         if len(items) < 2:
-            return _here(function, items, report)
-        results, left = _Results(len(items), report), deque(range(len(items)))
+            return _here(function, items, results, alone)
+        left = deque(range(len(items)))
         running: dict[Future[Any], tuple[int, int]] = {}  # to the numbers of the item and the pool
         free, died = list(range(workers)), list[int]()
         try:
@@ -175,7 +182,7 @@ def _processes(workers: int) -> Iterator[Run]:
                     number = died.pop()
                     pools[0].shutdown()
                     pools[0] = new_pool()
-                    future = pools[0].submit(alone or function, items[number])
+                    future = pools[0].submit(alone, items[number])
                     try:
                         results.take(number, future.result)
                     except BrokenProcessPool:
@@ -185,10 +192,9 @@ def _processes(workers: int) -> Iterator[Run]:
             for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate()
             raise
-        return results.all()
 
     try:
-        yield run
+        yield work
     finally:
         for pool in pools:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -248,8 +254,8 @@ class _Fixed(list[str]):
 
 
 @contextmanager
-def _ray(workers: int, shared: Path | None) -> Iterator[Run]:
-    """Yield a function that runs Ray tasks, on RAY_ADDRESS or on `workers` local cores."""
+def _ray(workers: int, shared: Path | None) -> Iterator[_Work]:
+    """Yield what runs units as Ray tasks, on RAY_ADDRESS or on `workers` local cores."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address:
         _check_address(address)
@@ -296,20 +302,15 @@ def _ray(workers: int, shared: Path | None) -> Iterator[Run]:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
-    def run(
-        function: Callable[[Any], Any],
-        items: Sequence[Any],
-        report: Report,
-        alone: Callable[[Any], Any] | None = None,
-    ) -> list[Any]:
+    def work(function: Function, items: Sequence[Any], results: _Results, alone: Function) -> None:
         if place.marker:
             _ask_nodes(place)
         at_once = max(_AT_ONCE, 2 * int(ray.cluster_resources().get("CPU", 0)))
-        results, left = _Results(len(items), report), deque(range(len(items)))
+        left = deque(range(len(items)))
         died: list[int] = []
         try:
             # A function may name a file for each unit of an earlier stage.
-            once, once_alone = ray.put(function), ray.put(alone or function)
+            once, once_alone = ray.put(function), ray.put(alone)
             waiting: dict[Any, int] = {}
             while left or waiting:
                 while left and len(waiting) < at_once:
@@ -333,10 +334,9 @@ def _ray(workers: int, shared: Path | None) -> Iterator[Run]:
                 f"the cluster does not answer ({error_line(error)}): see `ray status`; finished "
                 "units are kept"
             ) from None
-        return results.all()
 
     try:
-        yield run
+        yield work
     finally:
         if place.marker:
             Path(place.marker).unlink(missing_ok=True)
