@@ -180,40 +180,48 @@ class HuggingFace(RecordSource):
 
     def _data_files(self, whole: Dataset) -> list[tuple[str, int]]:
         """Return the name in the dataset and the bytes (0: not known) of each data file."""
+        names, root, _ = self._listed(whole)
+        return [(name, _size(root + name)) for name in names]
+
+    def _listed(self, whole: Dataset) -> tuple[list[str], str, Any]:
+        """Return the names of the data files, what stands before them, and the split as a stream.
+
+        No names are returned of a dataset that is read as a whole, and no stream of a saved one.
+        """
+        stream = None
         if saved := _saved(whole, self.split):
             state = parse_object(read_regular(saved / "state.json"))
-            if state.get("_indices_files"):
-                return []  # rows in another order than in the files
             paths = [str(saved / entry["filename"]) for entry in state["_data_files"]]
+            if state.get("_indices_files"):
+                paths = []  # rows in another order than in the files
         else:
             builder = self._builder(whole)
+            stream = builder.as_streaming_dataset(split=self.split)
             paths = list((builder.config.data_files or {}).get(self.split, ()))
-            if builder.as_streaming_dataset(split=self.split).num_shards != len(paths):
-                return []
-        if whole.commit:
-            root = f"@{whole.commit}/"
-        else:
-            root, paths = os.path.abspath(whole.path) + os.sep, [*map(os.path.abspath, paths)]
-        if not all(root in path for path in paths):
-            return []  # such as a card that names files of other places
-        return [(path.split(root, 1)[1], _size(path)) for path in paths]
+            if stream.num_shards != len(paths):
+                paths = []
+        if not whole.commit:
+            paths = [*map(os.path.abspath, paths)]
+        mark = f"@{whole.commit}/" if whole.commit else os.path.abspath(whole.path) + os.sep
+        if not paths or not all(mark in path for path in paths):
+            return [], "", stream  # such as a card that names files of other places
+        before = paths[0].partition(mark)[0] + mark
+        return [path.split(mark, 1)[1] for path in paths], before, stream
 
     def _records(self, piece: Dataset) -> Iterator[dict[str, Any]]:
         import datasets
 
-        # By number, of files that may have changed since they were listed.
-        if piece.file and not piece.commit:
-            there = self._data_files(Dataset(piece.path))[piece.start : piece.start + 1]
-            if [name for name, _ in there] != [piece.file]:
-                raise CorpusError("files were added or removed: run the same command again")
-        if (saved := _saved(piece, self.split)) and piece.file:
+        names, _, stream = self._listed(piece)
+        # By number, of files that may have changed since they were planned.
+        if piece.file and names[piece.start : piece.start + 1] != [piece.file]:
+            raise CorpusError("files were added or removed: run the same command again")
+        if stream is None and piece.file:
             return iter(datasets.Dataset.from_file(os.path.join(piece.path, piece.file)))
-        if saved:
-            return iter(datasets.load_from_disk(str(saved)))
-        found = self._builder(piece).as_streaming_dataset(split=self.split)
+        if stream is None:
+            return iter(datasets.load_from_disk(str(_saved(piece, self.split))))
         if piece.file:
-            found = found.shard(num_shards=found.num_shards, index=piece.start)
-        return iter(found)
+            stream = stream.shard(num_shards=stream.num_shards, index=piece.start)
+        return iter(stream)
 
     def _builder(self, piece: Dataset) -> Any:
         import datasets
