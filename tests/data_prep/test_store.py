@@ -20,8 +20,9 @@ from support.processes import ROOT
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.pipeline.plan import STAGES
+from data_prep.pipeline.plan import STAGES, Plan
 from data_prep.pipeline.store import Needed, Store, StoredStage, _scratch
+from data_prep.pipeline.units import run_unit
 from data_prep.prepare import finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest
 from data_prep.shards.writing import file_record
@@ -128,6 +129,20 @@ def test_a_file_that_is_altered_in_the_store_is_refused(
     with pytest.raises(CorpusError, match=message):
         prepare(config, **SMALL)
     assert prepare(config, **SMALL).digest == expected  # the same command makes it again
+
+
+def test_a_machine_with_another_tokenizer_is_refused(
+    make: Any, expected: str, tmp_path: Path
+) -> None:
+    """Let the file of this machine differ from the one that the unit was planned with."""
+    config, vocabulary = make("a"), tmp_path / "vocab.txt"
+    (unit,) = Plan(config, **SMALL).units("vocabulary")
+    same = vocabulary.read_text()
+    vocabulary.write_text(same.replace("text", "texts"))
+    with pytest.raises(CorpusError, match=r"vocab\.txt: on .* another tokenizer than where"):
+        run_unit(STAGES["vocabulary"].run, unit)
+    vocabulary.write_text(same)
+    assert prepare(config, **SMALL).digest == expected
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data_prep import CorpusError
 from data_prep.config import (
     JsonTokenizer,
     TrainByteLevelBPE,
@@ -20,6 +22,7 @@ from data_prep.duplicates.dedup import draw
 from data_prep.pipeline.stage import Planned, Stage
 from data_prep.pipeline.stages.deduplicate import TRAIN, fates_file
 from data_prep.pipeline.stages.documents import read_index, read_part
+from data_prep.shards.manifest import TokenizerRecord
 from data_prep.tokens import load
 from data_prep.tokens.training import train_tokenizer
 from data_prep.tokens.wordpiece import stripped_words
@@ -42,6 +45,7 @@ class VocabularyTask:
     fates: tuple[Path, ...]
     train_bytes: int
     seed: int
+    named: TokenizerRecord | None = None  # what the tokenizer was where the unit was planned
 
 
 def _plan(plan: Plan) -> Iterator[Planned]:
@@ -50,7 +54,9 @@ def _plan(plan: Plan) -> Iterator[Planned]:
     longest = max(config.row_lengths)
     if not isinstance(config.tokenizer, TrainTokenizer):
         assert plan.tokenizer is not None
-        task = VocabularyTask(config.tokenizer, longest, (), (), (), 0, config.seed)
+        task = VocabularyTask(
+            config.tokenizer, longest, (), (), (), 0, config.seed, plan.tokenizer
+        )
         record = plan.tokenizer.model_dump(mode="json")
         yield Planned(task, {"tokenizer": record, "longest": longest})
         return
@@ -82,8 +88,13 @@ def vocabulary(task: VocabularyTask, folder: Path) -> dict[str, Any]:
     else:
         tokens = load(task.tokenizer)
     tokens.save(folder, task.model_max_length)
-    record = tokens.record().model_dump(mode="json")
-    return {"tokenizer": record, "normaliser": tokens.normaliser, **accents}
+    record = tokens.record()
+    if task.named not in (None, record):
+        raise CorpusError(
+            f"{tokens.origin}: on {socket.gethostname()} it is another tokenizer than where the "
+            "command was given, or it has changed since: let all machines have the same files"
+        )
+    return {"tokenizer": record.model_dump(mode="json"), "normaliser": tokens.normaliser, **accents}
 
 
 def _texts(task: VocabularyTask) -> Iterator[str]:
