@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 BLOCK = 1 << 18  # bytes
 AT_ONCE = 16  # blocks of a request
 KEPT = 64  # blocks: a piece is read twice, for its hash and for its documents
-PAUSES = (0.5, 2.0, 8.0)  # seconds before each further attempt
+PAUSES = (0.5, 2.0, 8.0, 32.0)  # seconds before each further attempt
 _FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()  # of this process
 
