@@ -24,16 +24,11 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import Lock, lock
 from data_prep.messages import Progress, megabytes
-from data_prep.pipeline.engines import (
-    Engine,
-    FailedError,
-    Run,
-    WorkerDiedError,
-    num_nodes,
-    started,
-)
+from data_prep.pipeline.engines import Engine, Run, started
 from data_prep.pipeline.finished import find_finished, open_work
 from data_prep.pipeline.plan import PART_BYTES, PIECE_BYTES, STAGES, Plan
+from data_prep.pipeline.ray_tasks import num_nodes
+from data_prep.pipeline.results import FailedError, WorkerDiedError
 from data_prep.pipeline.stage import Reads
 from data_prep.pipeline.stages.extract import place_of
 from data_prep.pipeline.stages.finish import (

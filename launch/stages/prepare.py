@@ -183,7 +183,7 @@ def prepare_and_show(
 ) -> None:
     """Run all stages, or find the corpus up to date, and print what it holds."""
     from data_prep.messages import duration, warn
-    from data_prep.pipeline.engines import keep_large_blocks, return_large_blocks
+    from data_prep.pipeline.malloc import keep_large_blocks, return_large_blocks
     from data_prep.prepare import prepare as run_all_stages
 
     keep_going()

@@ -21,7 +21,7 @@ from support.shard_folders import reseal
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.pipeline import code, engines, units
+from data_prep.pipeline import code, ray_tasks, units
 from data_prep.pipeline.plan import STAGES
 from data_prep.prepare import prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
@@ -375,7 +375,7 @@ def test_a_worker_with_other_code_is_refused(
     # Workers get these paths; this process has imported its modules already.
     monkeypatch.syspath_prepend(other)
     # Ray's workers look first where the engine's own file lies.
-    monkeypatch.setattr(engines, "__file__", f"{other}/data_prep/pipeline/engines.py")
+    monkeypatch.setattr(ray_tasks, "__file__", f"{other}/data_prep/pipeline/ray_tasks.py")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     with pytest.raises(CorpusError, match="has other code") as caught:
         prepare(config, engine=runner, **SMALL)

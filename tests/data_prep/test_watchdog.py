@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support.processes import ROOT, python
 
-from data_prep.pipeline.engines import FailedError, started
+from data_prep.pipeline.engines import started
+from data_prep.pipeline.results import FailedError
 from data_prep.pipeline.watchdog import FILE, last_seen, watchdog
 
 ENDLESS = re.compile("(a+)+$")

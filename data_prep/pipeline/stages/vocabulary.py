@@ -54,9 +54,7 @@ def _plan(plan: Plan) -> Iterator[Planned]:
     longest = max(config.row_lengths)
     if not isinstance(config.tokenizer, TrainTokenizer):
         assert plan.tokenizer is not None
-        task = VocabularyTask(
-            config.tokenizer, longest, (), (), (), 0, config.seed, plan.tokenizer
-        )
+        task = VocabularyTask(config.tokenizer, longest, (), (), (), 0, config.seed, plan.tokenizer)
         record = plan.tokenizer.model_dump(mode="json")
         yield Planned(task, {"tokenizer": record, "longest": longest})
         return
