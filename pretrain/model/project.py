@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pretrain import RunError
-from pretrain.model.prune import Way, rows_of, ways
+from pretrain.model.cut import Way, cut_into, ways
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def project(model: Any, student: Any) -> None:
             squares_D += way.reads.weight.square().sum(1)
             squares_D += sum(linear.weight.square().sum(0) for linear in way.makes)
     hidden = largest(squares_D, student.config.hidden_size)
-    done = set[int]()
+    cuts = dict[int, Any]()
     for layer, own in both:
         for way, small in zip(layer, own, strict=True):
             if small.width != way.width and hasattr(model.config, "rope_parameters"):
@@ -42,24 +42,13 @@ def project(model: Any, student: Any) -> None:
                     f"student: its heads have {small.width} numbers, the teacher's {way.width}, "
                     "which are turned by positions; change num_attention_heads or hidden_size"
                 )
-            numbers = chosen(way, small)
-            for linear, target in zip(way.makes, small.makes, strict=True):
-                rows = rows_of(linear, numbers)
-                target.weight.copy_(linear.weight[rows][:, hidden])
-                if linear.bias is not None:
-                    target.bias.copy_(linear.bias[rows])
-            small.reads.weight.copy_(way.reads.weight[hidden][:, numbers])
-            if way.reads.bias is not None:
-                small.reads.bias.copy_(way.reads.bias[hidden])
-            done |= {id(p) for part in (*small.makes, small.reads) for p in part.parameters()}
-    sources = dict(model.named_parameters())
-    for name, parameter in student.named_parameters():
-        if id(parameter) not in done:  # embeddings, norms and the head
-            source = sources[name]
-            for axis, size in enumerate(parameter.shape):
-                if source.shape[axis] != size:
-                    source = source.index_select(axis, hidden)
-            parameter.copy_(source)
+            cuts |= way.cuts(chosen(way, small), hidden)
+    shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
+    for name, source in model.named_parameters():
+        if id(source) not in cuts and name in shapes:  # embeddings, norms and the head
+            same = map(int.__eq__, source.shape, shapes[name])
+            cuts[id(source)] = tuple(None if s else hidden for s in same)
+    cut_into(model, student, cuts)
 
 
 def largest(values: Tensor, num: int) -> Tensor:

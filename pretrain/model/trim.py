@@ -18,11 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from pretrain import RunError
+from pretrain.model.cut import cut_into
 
 Ids = NDArray[np.int64]
 _CONFIG_IDS = "_token_id"  # the end of a config's keys that hold ids
@@ -180,15 +181,9 @@ def trimmed_model(model: PreTrainedModel, kept: Ids) -> PreTrainedModel:
             setattr(config, key, [new[i] for i in every] if every is value else new[value])
     config.vocab_size = len(kept)
     found = type(model)(config)
-    head = model.get_output_embeddings()
-    rows = {id(model.get_input_embeddings().weight)}
-    rows |= {id(t) for t in head.parameters()} if head is not None else set()
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        state[name] = tensor.detach()[kept] if id(tensor) in rows else tensor.detach()
-    state |= {name: tensor for name, tensor in model.named_buffers() if name in found.state_dict()}
-    found.load_state_dict(state)
-    found.tie_weights()
+    rows, head = (torch.from_numpy(kept),), model.get_output_embeddings()
+    cuts = {id(tensor): rows for tensor in (head.parameters() if head is not None else ())}
+    cut_into(model, found, {id(model.get_input_embeddings().weight): rows, **cuts})
     return found.eval()
 
 

@@ -32,9 +32,10 @@ from torch import Tensor
 
 from pretrain.contracts.batch import IGNORE, PLACES, Batch, apart
 from pretrain.contracts.packing import document_numbers, find_documents
+from pretrain.model.cut import ways
 from pretrain.model.distillation import TYPES
 from pretrain.model.families import encode, family_of
-from pretrain.model.prune import Units, ways
+from pretrain.model.prune import Units
 from pretrain.model.task_head import TaskHead
 from pretrain.objectives.finetune import answers
 from pretrain.tasks.task import Examples

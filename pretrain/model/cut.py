@@ -1,0 +1,84 @@
+"""Copy a model's weights into a smaller one: of fewer tokens or neurons, or narrower.
+
+Shapes: N layers, A heads, F neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pretrain.model.families import Blocks, family_of
+
+# Of a parameter, by its id: which places of each axis stay; None, or no entry: all.
+Cuts = Mapping[int, tuple[Tensor | None, ...]]
+
+
+class Way(NamedTuple):
+    """Hold the linear layers that make the units of a layer, and the one that reads them."""
+
+    makes: tuple[nn.Linear, ...]  # its rows are all units side by side, once or several times
+    reads: nn.Linear
+    num: int
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers a unit is."""
+        return self.reads.in_features // self.num
+
+    def squares(self) -> Tensor:
+        """Return the sum of the squares of all weights that make or read each number of a unit."""
+        found = self.reads.weight.square().sum(0).view(self.num, self.width)
+        for linear in self.makes:
+            found = found + linear.weight.square().sum(1).view(-1, *found.shape).sum(0)
+        return found
+
+    def numbers(self, kept: Tensor) -> Tensor:
+        """Return which of all numbers belong to some units."""
+        return kept.repeat_interleave(self.width)
+
+    def cuts(self, numbers: Tensor, hidden: Tensor | None = None) -> dict[int, Any]:
+        """Return how its layers are cut to some numbers of its units, and of the hidden state."""
+        places = numbers.nonzero().squeeze(1)
+        found: dict[int, Any] = {
+            id(self.reads.weight): (hidden, places),
+            id(self.reads.bias): (hidden,),
+        }
+        for linear in self.makes:
+            rows = rows_of(linear, numbers).nonzero().squeeze(1)
+            found |= {id(linear.weight): (rows, hidden), id(linear.bias): (rows,)}
+        return found
+
+
+def rows_of(linear: nn.Linear, numbers: Tensor) -> Tensor:
+    """Return which rows of a layer make some of a way's numbers."""
+    return numbers.repeat(linear.out_features // len(numbers))
+
+
+def ways(model: PreTrainedModel) -> Iterator[tuple[Way, Way]]:
+    """Yield the ways through the heads and through the neurons of each layer."""
+    family: Any = family_of(model)
+    for i in range(len(family.layers(model))):
+        block: Blocks = family.blocks(model, i)
+        yield (
+            Way(block.into_heads, block.out_of_heads, model.config.num_attention_heads),
+            Way((block.into_neurons,), block.out_of_neurons, block.out_of_neurons.in_features),
+        )
+
+
+@torch.no_grad()
+def cut_into(model: Any, small: Any, cuts: Cuts) -> None:
+    """Give a model of the same class the weights, cut, and the buffers of a larger one."""
+    names = small.state_dict().keys()
+    state = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in state.items():
+        for axis, places in enumerate(cuts.get(id(tensor), ())):
+            if places is not None:
+                tensor = tensor.index_select(axis, places)
+        state[name] = tensor
+    small.load_state_dict({n: t for n, t in (*state.items(), *model.named_buffers()) if n in names})
+    small.tie_weights()
