@@ -33,6 +33,65 @@ class _Fixed(list[str]):
 def ray_tasks(workers: int, shared: Path | None) -> Iterator[Work]:
     """Yield what runs units as Ray tasks, on RAY_ADDRESS or on `workers` local cores."""
     address = os.environ.get("RAY_ADDRESS", "")
+    with _joined(address, workers) as ray:
+        # A task whose worker or node dies runs again: a unit is identical wherever it is made.
+        memory = _MEMORY if address else None
+        task: Any = ray.remote(max_retries=1, num_cpus=1, memory=memory)(_call)
+        place = _Place(os.getcwd())
+        if address and shared is not None:
+            place = place._replace(output=str(shared.parent), marker=str(_mark(shared)))
+
+        def result_of(reference: Any) -> Any:
+            try:
+                return ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+
+        def work(
+            function: Function, items: Sequence[Any], results: Results, alone: Function
+        ) -> None:
+            if place.marker:
+                _ask_nodes(place)
+            at_once = max(_AT_ONCE, 2 * int(ray.cluster_resources().get("CPU", 0)))
+            left = deque(range(len(items)))
+            died: list[int] = []
+            try:
+                # A function may name a file for each unit of an earlier stage.
+                once, once_alone = ray.put(function), ray.put(alone)
+                waiting: dict[Any, int] = {}
+                while left or waiting:
+                    while left and len(waiting) < at_once:
+                        number = left.popleft()
+                        waiting[task.remote(once, items[number], place)] = number
+                    (ready,), _ = ray.wait(list(waiting))
+                    number = waiting.pop(ready)
+                    try:
+                        results.take(number, partial(result_of, ready))
+                    except ray.exceptions.RayError:
+                        died.append(number)
+                for number in died:
+                    reference = task.remote(once_alone, items[number], place)
+                    try:
+                        results.take(number, partial(result_of, reference))
+                    except ray.exceptions.RayError as error:
+                        lost = f"Ray lost its task for good ({error_line(error)})"
+                        results.fail(number, WorkerDiedError(lost))
+            except ray.exceptions.RayError as error:
+                raise WorkerDiedError(
+                    f"the cluster does not answer ({error_line(error)}): see `ray status`; "
+                    "finished units are kept"
+                ) from None
+
+        try:
+            yield work
+        finally:
+            if place.marker:
+                Path(place.marker).unlink(missing_ok=True)
+
+
+@contextmanager
+def _joined(address: str, workers: int) -> Iterator[Any]:
+    """Yield the module of Ray, in a cluster unless this process is in one already."""
     if address:
         _check_address(address)
         # A head that finds a token in its home wants one of everybody, and `ray.init` sends none to
@@ -45,79 +104,31 @@ def ray_tasks(workers: int, shared: Path | None) -> Iterator[Work]:
         import ray
     except ImportError:
         raise CorpusError(f"--engine ray: Ray is not installed: {extra('ray')}") from None
-    own = not ray.is_initialized()
-    if own:
-        job = ray.job_config.JobConfig()
-        here = str(Path(__file__).parents[2])
-        job._py_driver_sys_path = _Fixed([here] if here not in site.getsitepackages() else [])
-        try:
-            ray.init(
-                # Without an address it would join a cluster that happens to run here.
-                address or "local",
-                num_cpus=None if address else workers,
-                include_dashboard=None if address else False,
-                log_to_driver=False,
-                configure_logging=False,
-                job_config=job,
-            )
-        except (ConnectionError, RuntimeError) as error:
-            raise CorpusError(
-                f"--engine ray: Ray has not begun ({error_line(error)}): see `ray status`; all "
-                "nodes need the same ~/.ray/auth_token, or none"
-            ) from None
-    # A task whose worker or node dies runs again: a unit is identical wherever it is made.
-    memory = _MEMORY if address else None
-    task: Any = ray.remote(max_retries=1, num_cpus=1, memory=memory)(_call)
-    place = _Place(os.getcwd())
-    if address and shared is not None:
-        place = place._replace(output=str(shared.parent), marker=str(_mark(shared)))
-
-    def result_of(reference: Any) -> Any:
-        try:
-            return ray.get(reference)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-
-    def work(function: Function, items: Sequence[Any], results: Results, alone: Function) -> None:
-        if place.marker:
-            _ask_nodes(place)
-        at_once = max(_AT_ONCE, 2 * int(ray.cluster_resources().get("CPU", 0)))
-        left = deque(range(len(items)))
-        died: list[int] = []
-        try:
-            # A function may name a file for each unit of an earlier stage.
-            once, once_alone = ray.put(function), ray.put(alone)
-            waiting: dict[Any, int] = {}
-            while left or waiting:
-                while left and len(waiting) < at_once:
-                    number = left.popleft()
-                    waiting[task.remote(once, items[number], place)] = number
-                (ready,), _ = ray.wait(list(waiting))
-                number = waiting.pop(ready)
-                try:
-                    results.take(number, partial(result_of, ready))
-                except ray.exceptions.RayError:
-                    died.append(number)
-            for number in died:
-                reference = task.remote(once_alone, items[number], place)
-                try:
-                    results.take(number, partial(result_of, reference))
-                except ray.exceptions.RayError as error:
-                    lost = f"Ray lost its task for good ({error_line(error)})"
-                    results.fail(number, WorkerDiedError(lost))
-        except ray.exceptions.RayError as error:
-            raise WorkerDiedError(
-                f"the cluster does not answer ({error_line(error)}): see `ray status`; finished "
-                "units are kept"
-            ) from None
-
+    if ray.is_initialized():
+        yield ray
+        return
+    job = ray.job_config.JobConfig()
+    here = str(Path(__file__).parents[2])
+    job._py_driver_sys_path = _Fixed([here] if here not in site.getsitepackages() else [])
     try:
-        yield work
+        ray.init(
+            # Without an address it would join a cluster that happens to run here.
+            address or "local",
+            num_cpus=None if address else workers,
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            configure_logging=False,
+            job_config=job,
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise CorpusError(
+            f"--engine ray: Ray has not begun ({error_line(error)}): see `ray status`; all "
+            "nodes need the same ~/.ray/auth_token, or none"
+        ) from None
+    try:
+        yield ray
     finally:
-        if place.marker:
-            Path(place.marker).unlink(missing_ok=True)
-        if own:
-            ray.shutdown()
+        ray.shutdown()
 
 
 class _Place(NamedTuple):
