@@ -148,6 +148,9 @@ def _finish(plan: Plan, warn: Warn) -> Manifest:
                 if entry not in skipped:
                     warn(f"skip_documents: no document is called {entry!r}: compare the ids")
             finished = [finish(plan, length) for length in plan.config.row_lengths]
+            for source in finished[0].sources:
+                if not source.documents_kept:
+                    warn(f"source {source.name}: none of its documents is in the corpus")
         _clear(plan, warn)
     for manifest in finished:
         _check_unknown(plan, manifest, warn)

@@ -162,9 +162,10 @@ class HuggingFace(RecordSource):
     def _rows(self, piece: Dataset) -> Iterator[Record]:
         rows: Iterator[dict[str, Any]] = self._loaded(piece, self._records)
         for number, row in enumerate(rows):
-            if number == 0 and self.text_field not in row:
+            missing = [key for key in self.columns if key not in row] if number == 0 else []
+            if missing:
                 raise CorpusError(
-                    f"{piece.path}: no field {self.text_field!r}; it has {', '.join(row)}"
+                    f"{piece.path}: no field {missing[0]!r}; it has {', '.join(row)}"
                 )
             yield row
 

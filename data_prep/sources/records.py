@@ -12,7 +12,6 @@ from data_prep.sources.document import SKIPPED, Document, Rejected, begins
 from data_prep.sources.kind import FileSource
 from data_prep.text.wikipedia import repaired
 
-_FIELDS_SHOWN = 100  # characters
 _METADATA_LIMIT = 1 << 14  # characters of an id, a title or a link
 
 Record = Mapping[str, Any] | Rejected  # the latter without its `where`
@@ -77,10 +76,7 @@ class RecordSource(FileSource):
         text = record.get(self.text_field)
         if not isinstance(text, str):
             problem = "has no" if text is None else f"has a {type(text).__name__} as"
-            detail = f"{problem} {self.text_field!r}"
-            if where.endswith(("@0", "#1")):  # once in a file: a wrong key is wrong in all records
-                detail += f"; it has {one_line(', '.join(map(str, record)), _FIELDS_SHOWN)}"
-            return Rejected(where, "no text", detail)
+            return Rejected(where, "no text", f"{problem} {self.text_field!r}")
         values = [
             str(record.get(key) if record.get(key) is not None else "") if key else ""
             for key in (self.id_field, self.title_field, self.url_field)

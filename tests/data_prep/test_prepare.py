@@ -422,3 +422,12 @@ def test_many_unknown_tokens_are_warned_of_and_more_are_refused(
         assert found.share == pytest.approx(share, rel=0.2)
         assert summary(config.output)["unknown_strings"] == found.strings
         assert "zzzz" in str(dataset_card("words", load_manifest(config.output)))
+
+
+def test_a_source_that_gives_nothing_is_warned_of(make_config: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("no\n")
+    sources = [*make_config().model_dump()["sources"]]
+    sources.append({"kind": "text", "path": str(tmp_path / "empty.txt"), "name": "small"})
+    said: list[str] = []
+    prepare(make_config(sources=sources, min_characters=5), warn=said.append)
+    assert said == ["source small: none of its documents is in the corpus"]

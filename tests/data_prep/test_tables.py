@@ -17,6 +17,7 @@ from support.reading import LIMITS, documents, lines_of, read_all, reasons
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
+from data_prep.estimate import estimate
 from data_prep.prepare import prepare
 from data_prep.sources import Csv, Document, HuggingFace, Jsonl, Parquet, Text, Tsv, row_groups
 from data_prep.text.wikipedia import repaired
@@ -244,8 +245,9 @@ def test_huggingface_saved_and_streamed(tmp_path: Path) -> None:
             Document("two", f"{name}#2"),
         ]
         assert reasons(items) == [(f"{name}#3", "empty")]
-        with pytest.raises(CorpusError, match="no field 'body'"):
-            read_all(HuggingFace(path=source.path, text_field="body"))
+        for key in ("text_field", "id_field", "title_field", "url_field"):
+            with pytest.raises(CorpusError, match="no field 'body'; it has text"):
+                read_all(HuggingFace.model_validate({"path": source.path, key: "body"}))
     for wrong in ({"path": str(tmp_path / "none")}, {"path": source.path, "split": "dev"}):
         with pytest.raises(CorpusError, match="cannot load") as caught:
             read_all(HuggingFace(**wrong))
@@ -273,10 +275,22 @@ def test_csv_and_tsv(tmp_path: Path) -> None:
         Text(path="reviews/a.csv.gz")
 
 
-def test_a_wrong_text_field_names_the_fields_that_are_there(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"body": "one", "n": 1}\n{"body": "two"}\n')
-    source = {"kind": "jsonl", "path": str(tmp_path / "a.jsonl")}
-    config = {"output": tmp_path / "out", "sources": [source], "tokenizer": {"train": {}}}
-    message = r"2 documents read \(2 no text; the first one has no 'text'; it has body, n\)"
-    with pytest.raises(CorpusError, match=message):
-        prepare(CorpusConfig.model_validate(config))
+@pytest.mark.parametrize("key", ["text_field", "id_field", "title_field", "url_field"])
+def test_a_field_that_no_record_has_is_refused(tmp_path: Path, key: str) -> None:
+    """Beside a source that is sound: without text, or ids, a part would be missing in silence."""
+    lines = ['{"body": "one", "n": 1}', '{"body": "two", "title": "T"}', "[]", '{"body": null}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.txt").write_text("a text that is sound\n")
+    sound = {"kind": "text", "path": str(tmp_path / "b.txt")}
+    fields = {"text_field": "body", "id_field": "n", "title_field": "title", key: "bodi"}
+    source = {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), **fields}
+    config = CorpusConfig.model_validate(
+        {"output": tmp_path / "out", "sources": [sound, source], "tokenizer": {"train": {}}}
+    )
+    message = r"a\.jsonl: no record has a field 'bodi'; the first one has body, n: correct"
+    for make in (estimate, prepare):
+        with pytest.raises(CorpusError, match=message):
+            make(config)
+    # A field of some records is enough.
+    some = Jsonl.model_validate(source | fields | {key: {**fields, key: "title"}[key]})
+    assert read_all(some)
