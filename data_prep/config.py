@@ -215,7 +215,7 @@ class CorpusConfig(Keys):
         if value is None:
             return None
         protocol, colon, place = value.rpartition("://")
-        if re.search(r"[*?\[\]]|::|^\w+:/?[^/]", value) or (colon and not place.strip("/")):
+        if re.search(r"[*?\[\]]|::|^\w+(:/?[^/]|//)", value) or (colon and not place.strip("/")):
             raise ValueError("give the path of a folder, or a URL such as s3://bucket/work")
         if protocol in _NOT_WRITTEN:
             raise ValueError(f"{protocol}:// is not shared, or is only read: give another place")

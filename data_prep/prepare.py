@@ -10,7 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -75,7 +75,11 @@ def prepare(
         _clear(plan, warn)  # killed between the manifest and its removal
         return finished[0]
     open_work(plan)
-    with _held(plan, "prepare") as held, started(config.workers, engine, plan.shared) as run:
+    with (
+        _held(plan, "prepare") as held,
+        nullcontext() if plan.store is None else plan.store.joined(),
+        started(config.workers, engine, plan.shared) as run,
+    ):
         for stage in STAGES:
             units = plan.units(stage)
             _check_what_is_read(plan, STAGES[stage].reads, units)
@@ -161,7 +165,13 @@ def _clear(plan: Plan, warn: Warn) -> None:
     """Remove what the stages of a finished corpus have written for each other."""
     if plan.store is not None:
         try:
-            plan.store.remove()
+            if others := plan.store.others():
+                warn(
+                    f"{plan.store.url}: another run of this corpus ({others[0].named}) is at work "
+                    "there, or was killed: it is left; remove it when none is"
+                )
+            else:
+                plan.store.remove()
         except CorpusError as error:
             warn(f"{error}: what stages wrote is left there")
     shutil.rmtree(plan.work, ignore_errors=True)

@@ -58,6 +58,11 @@ class Identity:
         """Return what is equal only where pids are shared; clones of a machine share boot ids."""
         return self.host, self.boot, self.namespace
 
+    @property
+    def named(self) -> str:
+        """Return host and pid."""
+        return f"host {self.host}, pid {self.pid}"
+
 
 @dataclass(eq=False)
 class Lock:
@@ -309,7 +314,7 @@ class _Contender:
 
 
 def _named(holder: Identity | None) -> str:
-    return f"host {holder.host}, pid {holder.pid}" if holder else "host unknown"
+    return holder.named if holder else "host unknown"
 
 
 def _read(path: Path) -> bytes | None:

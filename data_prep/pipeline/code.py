@@ -54,8 +54,8 @@ class Code(BaseModel):
     libraries: dict[str, str]
     source: str
 
-    def differences(self, here: Code) -> str:
-        """Name what differs, with both versions; "" if nothing does."""
+    def differences(self, here: Code, names: tuple[str, str] = ("there", "here")) -> str:
+        """Name what differs, with both versions and where they are; "" if nothing does."""
         pairs: list[tuple[str, object, object]] = [
             (f"behaviour of {stage}", self.behaviour.get(stage), here.behaviour.get(stage))
             for stage in here.behaviour
@@ -65,7 +65,8 @@ class Code(BaseModel):
             for name in sorted(self.libraries.keys() | here.libraries.keys())
         ]
         pairs.append(("source", self.source[:12], here.source[:12]))
-        return ", ".join(f"{name}: {a} there, {b} here" for name, a, b in pairs if a != b)
+        one, other = names
+        return ", ".join(f"{name}: {a} {one}, {b} {other}" for name, a, b in pairs if a != b)
 
 
 @cache

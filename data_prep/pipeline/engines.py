@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from data_prep.pipeline.processes import here, processes
 from data_prep.pipeline.ray_tasks import ray_tasks
 from data_prep.pipeline.results import Function, Report, Results, Work
+from data_prep.pipeline.store import Store
 
 Engine = Literal["processes", "ray"]
 
@@ -36,11 +36,11 @@ class Run(Protocol):
 
 @contextmanager
 def started(
-    workers: int, engine: Engine = "processes", shared: Path | None = None
+    workers: int, engine: Engine = "processes", shared: Store | None = None
 ) -> Iterator[Run]:
     """Yield a function that runs units, and end its processes.
 
-    `shared` is a folder that units write to: every node of a cluster must see it.
+    `shared` is where units write to: every node of a cluster must see it.
     """
     if engine == "ray":
         begun: AbstractContextManager[Work] = ray_tasks(workers, shared)

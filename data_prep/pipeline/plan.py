@@ -71,9 +71,9 @@ class Plan:
         self._stored: dict[tuple[str, int], bytes] = {}  # records in the store
 
     @property
-    def shared(self) -> Path | None:
-        """Return the folder that all machines must see; None where a store takes its place."""
-        return self.work if self.store is None else None
+    def shared(self) -> Store:
+        """Return the place that all machines must reach."""
+        return self.store or Store(str(self.work.resolve()))
 
     def units(self, stage: str) -> list[Unit]:
         """Return the stage's units; CorpusError while an earlier stage is not complete."""

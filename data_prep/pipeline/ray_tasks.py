@@ -7,19 +7,22 @@ import site
 import socket
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep import CorpusError
-from data_prep.messages import error_line, extra
+from data_prep.messages import error_line, extra, one_line
 from data_prep.pipeline.processes import set_up
 from data_prep.pipeline.results import Function, Results, Work, WorkerDiedError
+from data_prep.pipeline.store import Store
 
 _MEMORY = 2**30  # bytes that a task asks a cluster for
 _AT_ONCE = 1000  # tasks that Ray holds, or two for each core of a larger cluster
+_seen = set[str]()  # markers that this process has seen
 
 
 class _Fixed(list[str]):
@@ -30,7 +33,7 @@ class _Fixed(list[str]):
 
 
 @contextmanager
-def ray_tasks(workers: int, shared: Path | None) -> Iterator[Work]:
+def ray_tasks(workers: int, shared: Store | None) -> Iterator[Work]:
     """Yield what runs units as Ray tasks, on RAY_ADDRESS or on `workers` local cores."""
     address = os.environ.get("RAY_ADDRESS", "")
     with _joined(address, workers) as ray:
@@ -39,7 +42,8 @@ def ray_tasks(workers: int, shared: Path | None) -> Iterator[Work]:
         task: Any = ray.remote(max_retries=1, num_cpus=1, memory=memory)(_call)
         place = _Place(os.getcwd())
         if address and shared is not None:
-            place = place._replace(output=str(shared.parent), marker=str(_mark(shared)))
+            place = place._replace(shared=shared, marker=f"seen-{uuid.uuid4().hex[:8]}")
+            shared.write(place.marker, b"")
 
         def result_of(reference: Any) -> Any:
             try:
@@ -50,7 +54,7 @@ def ray_tasks(workers: int, shared: Path | None) -> Iterator[Work]:
         def work(
             function: Function, items: Sequence[Any], results: Results, alone: Function
         ) -> None:
-            if place.marker:
+            if place.shared is not None:
                 _ask_nodes(place)
             at_once = max(_AT_ONCE, 2 * int(ray.cluster_resources().get("CPU", 0)))
             left = deque(range(len(items)))
@@ -85,19 +89,19 @@ def ray_tasks(workers: int, shared: Path | None) -> Iterator[Work]:
         try:
             yield work
         finally:
-            if place.marker:
-                Path(place.marker).unlink(missing_ok=True)
+            if place.shared is not None:
+                with suppress(CorpusError):
+                    place.shared.delete(place.marker)
 
 
 @contextmanager
 def _joined(address: str, workers: int) -> Iterator[Any]:
     """Yield the module of Ray, in a cluster unless this process is in one already."""
-    if address:
-        _check_address(address)
-        # A head that finds a token in its home wants one of everybody, and `ray.init` sends none to
-        # an address that was named, unless it is told to before Ray is imported.
-        if (Path.home() / ".ray" / "auth_token").is_file():
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
+    here = _reached_from(address) if address else None
+    # A head that finds a token in its home wants one of everybody, and `ray.init` sends none to an
+    # address that was named, unless it is told to before Ray is imported.
+    if address and (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     # A task that exhausts a node's memory would run again without end.
     os.environ.setdefault("RAY_task_oom_retries", "1")
     try:
@@ -108,8 +112,12 @@ def _joined(address: str, workers: int) -> Iterator[Any]:
         yield ray
         return
     job = ray.job_config.JobConfig()
-    here = str(Path(__file__).parents[2])
-    job._py_driver_sys_path = _Fixed([here] if here not in site.getsitepackages() else [])
+    project = str(Path(__file__).parents[2])
+    job._py_driver_sys_path = _Fixed([project] if project not in site.getsitepackages() else [])
+    # Where no way leads to the internet Ray takes 127.0.0.1 for its own address.
+    own = {}
+    if here is not None and ip_address(ray.util.get_node_ip_address()).is_loopback:
+        own["_node_ip_address"] = here
     try:
         ray.init(
             # Without an address it would join a cluster that happens to run here.
@@ -119,6 +127,7 @@ def _joined(address: str, workers: int) -> Iterator[Any]:
             log_to_driver=False,
             configure_logging=False,
             job_config=job,
+            **own,
         )
     except (ConnectionError, RuntimeError) as error:
         raise CorpusError(
@@ -132,19 +141,11 @@ def _joined(address: str, workers: int) -> Iterator[Any]:
 
 
 class _Place(NamedTuple):
-    """Hold where tasks work, and a file that they must see."""
+    """Hold where tasks work, and a file of a place that they must see."""
 
     folder: str
-    output: str = ""
+    shared: Store | None = None
     marker: str = ""
-
-
-def _mark(shared: Path) -> Path:
-    """Write a file with a new name."""
-    shared.mkdir(parents=True, exist_ok=True)
-    marker = shared.resolve() / f".seen-{uuid.uuid4().hex[:8]}"
-    marker.touch()
-    return marker
 
 
 def num_nodes() -> int:
@@ -155,41 +156,65 @@ def num_nodes() -> int:
 
 
 def _ask_nodes(place: _Place) -> None:
-    """Let each node look for the marker; CorpusError names those that do not see it."""
+    """Let each node look for the marker; CorpusError names those that do not see it, and why."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    look: Any = ray.remote(num_cpus=0, max_retries=0)(os.path.exists)
+    look: Any = ray.remote(num_cpus=0, max_retries=0)(_why_not_seen)
     asked = []
     for node in ray.nodes():
         if node["Alive"]:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            answer = look.options(scheduling_strategy=there).remote(place.marker)
+            answer = look.options(scheduling_strategy=there).remote(place)
             asked.append((node["NodeManagerAddress"], answer))
-    try:
-        blind = sorted({name for name, answer in asked if not ray.get(answer)})
-    except ray.exceptions.RayError as error:
-        raise WorkerDiedError(
-            f"a node of the cluster does not answer ({error_line(error)})"
-        ) from None
+    blind = dict[str, str]()
+    for name, answer in asked:
+        with suppress(ray.exceptions.RayError):  # the node has just died; its units run elsewhere
+            if (why := ray.get(answer)) is not None:
+                blind[name] = why
     if blind:
-        raise _not_shared(place.output, ", ".join(blind))
+        raise _not_shared(place, blind)
 
 
-def _not_shared(output: str, who: str) -> CorpusError:
-    return CorpusError(
-        f"{output}: not seen by {who}: put `output` where every node of the cluster sees it, or "
-        "set `work: URL`, a place for what the stages write"
-    )
+def _why_not_seen(place: _Place) -> str | None:
+    """Return why this machine does not see the marker; None if it does."""
+    if place.shared is None or place.marker in _seen:
+        return None
+    try:
+        if place.shared.read(place.marker) is None:
+            return ""
+    except CorpusError as error:
+        return str(error)
+    _seen.add(place.marker)
+    return None
 
 
-def _check_address(address: str) -> None:
-    """Refuse an address at which nothing listens: Ray ends the process there without a word."""
+def _not_shared(place: _Place, blind: Mapping[str, str]) -> CorpusError:
+    assert place.shared is not None
+    texts = []
+    for why in dict.fromkeys(blind.values()):
+        names = ", ".join(sorted(name for name, each in blind.items() if each == why))
+        texts.append(f"not seen by {names}" + (f" ({why})" if why else ""))
+    if "://" in place.shared.url:
+        fix = "a node has the environment of its `ray start`: set the store's variables before it"
+    else:
+        fix = "put it where every node of the cluster sees it, or set `work: URL`, a place "
+        fix += "for what the stages write"
+    return CorpusError(f"{one_line(place.shared.url)}: {'; '.join(texts)}: {fix}")
+
+
+def _reached_from(address: str) -> str | None:
+    """Return this machine's address to a head; None if no other machine is named.
+
+    Raises:
+        CorpusError: nothing listens there: Ray ends the process without a word.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():  # "auto" and "local"
-        return
+        return None
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as connection:
+            return str(connection.getsockname()[0])
     except (OSError, OverflowError) as error:
         raise CorpusError(
             f"RAY_ADDRESS {address}: no cluster answers ({error}): start it with `ray start "
@@ -201,6 +226,12 @@ def _call(function: Callable[[Any], Any], item: Any, place: _Place) -> Any:
     set_up()
     if os.path.isdir(place.folder):  # a worker begins where `ray start` was called
         os.chdir(place.folder)
-    if place.marker and not os.path.exists(place.marker):  # a node that came later
-        raise _not_shared(place.output, socket.gethostname())
-    return function(item)
+    name = socket.gethostname()
+    if (why := _why_not_seen(place)) is not None:  # a node that came later
+        raise _not_shared(place, {name: why})
+    try:
+        return function(item)
+    except CorpusError as error:
+        if place.shared is None or str(error).startswith(f"{name}:"):
+            raise
+        raise CorpusError(f"{error} (on {name})") from None

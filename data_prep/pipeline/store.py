@@ -2,13 +2,15 @@
 
 The place holds CORPUS/STAGE/IDENTITY/FILE for each file of a unit and, written last,
 CORPUS/STAGE/IDENTITY.json, its record; CORPUS is a hash of the config, so one place may serve
-several. A task copies what its unit reads to a scratch folder on its machine, compares the hashes,
-makes the unit there as anywhere, and sends what it wrote.
+several. CORPUS/runs/NAME.json says which process prepares it. A task copies what its unit reads to
+a scratch folder on its machine, compares the hashes, makes the unit there as anywhere, and sends
+what it wrote.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -16,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 from data_prep import CorpusError
 from data_prep.disk import hash_file, write_file
 from data_prep.disk.json_files import canonical_sha256
+from data_prep.disk.locks import Identity, is_alive, parse_identity, this_process
 from data_prep.messages import one_line
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, run_unit
 from data_prep.pipeline.watchdog import noted_elsewhere
@@ -89,11 +92,7 @@ class Store:
         if target.exists() and hash_file(target) == (needed.record.sha256, needed.record.bytes):
             return
         target.unlink(missing_ok=True)
-        with (
-            reached(f"{self.url}/{record}", "cannot be removed") as (files, path),
-            suppress(FileNotFoundError),
-        ):
-            files.rm_file(path)
+        self.delete(record)
         stage = needed.name.partition("/")[0]
         raise CorpusError(
             f"{one_line(self.url)}/{name}: missing, or not what its unit has written: run `distil "
@@ -120,23 +119,52 @@ class Store:
                     )
             self._put(files, folder, root, [f"{name}.json"])
 
-    def note(self, unit: Unit, document: str) -> None:
-        """Write the name of the document that a unit reads."""
-        data = document.encode("utf-8", "replace")
-        with reached(self._note(unit), "cannot be written") as (files, path):
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file."""
+        with reached(f"{self.url}/{name}", "cannot be written") as (files, path):
             if "://" in self.url:
                 again(lambda: files.pipe_file(path, data))
             else:  # whole, or the one before: this process may end at any moment
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
                 write_file(Path(path), lambda file: file.write(data))
 
+    def delete(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with (
+            reached(f"{self.url}/{name}", "cannot be removed") as (files, path),
+            suppress(FileNotFoundError),
+        ):
+            files.rm_file(path)
+
+    def note(self, unit: Unit, document: str) -> None:
+        """Write the name of the document that a unit reads."""
+        self.write(_note(unit), document.encode("utf-8", "replace"))
+
     def notes(self, unit: Unit) -> list[str]:
         """Return the name of the document that a unit read last, if it was noted."""
-        data = self.read(self._note(unit).removeprefix(f"{self.url}/"))
+        data = self.read(_note(unit))
         return [] if data is None else [data.decode()]
 
-    def _note(self, unit: Unit) -> str:
-        return f"{self.url}/{unit.stage}/{name_of(unit)}.note"
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Tell others that this process prepares the corpus."""
+        name = f"runs/{uuid.uuid4().hex[:8]}.json"
+        self.write(name, json.dumps(asdict(this_process())).encode())
+        try:
+            yield
+        finally:
+            with suppress(CorpusError):
+                self.delete(name)
+
+    def others(self) -> list[Identity]:
+        """Return what other processes prepare the corpus, on other machines also dead ones."""
+        here, found = this_process(), []
+        for name in self.sizes("runs"):
+            other = parse_identity(self.read(name))
+            near = other is not None and other.machine == here.machine
+            if other not in (None, here) and not (near and not is_alive(other)):
+                found.append(other)
+        return found
 
     def _put(self, files: Any, folder: Path, root: str, names: Sequence[str]) -> None:
         if "://" in self.url:
@@ -160,6 +188,10 @@ class Store:
 def name_of(unit: Unit) -> str:
     """Return the name of a unit in a store."""
     return unit.identity[:32]
+
+
+def _note(unit: Unit) -> str:
+    return f"{unit.stage}/{name_of(unit)}.note"
 
 
 @dataclass(frozen=True, slots=True)

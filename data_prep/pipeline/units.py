@@ -120,7 +120,8 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Un
 
     CorpusError if this worker would make it with other code than it was planned with.
     """
-    if difference := unit.code.differences(code_of(unit.stage)):
+    places = "where the command was given", "in the worker"
+    if difference := unit.code.differences(code_of(unit.stage), places):
         raise CorpusError(
             f"{socket.gethostname()}: a worker has other code than the process that started it "
             f"({difference}): install one version of this project and its libraries everywhere"

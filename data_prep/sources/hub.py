@@ -164,9 +164,7 @@ class HuggingFace(RecordSource):
         for number, row in enumerate(rows):
             missing = [key for key in self.columns if key not in row] if number == 0 else []
             if missing:
-                raise CorpusError(
-                    f"{piece.path}: no field {missing[0]!r}; it has {', '.join(row)}"
-                )
+                raise CorpusError(f"{piece.path}: no field {missing[0]!r}; it has {', '.join(row)}")
             yield row
 
     def _loaded(self, piece: Dataset, load: Callable[[Dataset], Value]) -> Value:

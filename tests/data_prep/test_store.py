@@ -179,8 +179,11 @@ def test_a_store_that_cannot_be_reached_costs_nothing_that_is_finished(
     before = contents(tmp_path / "out" / ".work")
     (tmp_path / "file").write_text("", encoding="utf-8")
     told: list[str] = []
+    unreached = make_config(work=str(tmp_path / "file" / "store"))
     with pytest.raises(CorpusError, match=r"11 of 33 units .* and 22 were not tried"):
-        prepare(make_config(work=str(tmp_path / "file" / "store")), warn=told.append, **SMALL)
+        prepare_stage(unreached, "extract", warn=told.append, **SMALL)
+    with pytest.raises(CorpusError, match=r"file/store/.*: cannot be written"):
+        prepare(unreached, warn=told.append, **SMALL)
     assert len(told) == 11 and all("file/store" in text for text in told)
     with pytest.raises(CorpusError, match=r"nothing://bucket.*: "):
         prepare(make_config(work="nothing://bucket/work"), **SMALL)
@@ -193,6 +196,7 @@ def test_a_store_that_cannot_be_reached_costs_nothing_that_is_finished(
     ("work", "message"),
     [
         ("s3://", "give the path of a folder, or a URL"),
+        ("s3//bucket/work", "give the path of a folder, or a URL"),
         ("s3:/bucket/work", "give the path of a folder, or a URL"),
         ("file:///", "give the path of a folder, or a URL"),
         ("simplecache::s3://bucket/work", "give the path of a folder, or a URL"),
@@ -275,3 +279,25 @@ def test_the_store_is_no_part_of_the_corpus(make: Any, expected: str, tmp_path: 
     assert "store" not in json.dumps(manifest.model_dump(mode="json"))
     plain = make("a").model_copy(update={"work": None})
     assert prepare(plain, **SMALL).digest == manifest.digest == expected  # up to date
+
+
+def test_who_finishes_leaves_what_another_works_with(
+    make: Any, expected: str, tmp_path: Path
+) -> None:
+    """Let a process of this machine, or of another, be at work on the corpus."""
+    config, said = make("a"), list[str]()
+    store = Plan(config, **SMALL).shared
+    (joined := store.joined()).__enter__()
+    folder = Path(store.url)
+    (mine,) = folder.glob("runs/*.json")
+    assert store.others() == []  # itself
+    other = json.loads(mine.read_text()) | {"pid": os.getppid(), "start": "1"}
+    mine.write_text(json.dumps(other))
+    assert store.others() == []  # dead: it has another start
+    mine.write_text(json.dumps(other | {"host": "elsewhere"}))
+    assert prepare(config, warn=said.append, **SMALL).digest == expected
+    assert re.search(r"another run of this corpus \(host elsewhere, pid \d+\) is at work", said[0])
+    assert len(_records(tmp_path / "store")) > 5
+    joined.__exit__(None, None, None)
+    assert prepare(make("b"), warn=said.append, **SMALL).digest == expected
+    assert len(said) == 1 and not folder.exists()
