@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -102,6 +103,8 @@ def prepare(
     if engine not in get_args(Engine):
         raise CorpusError(f"--engine {engine}: no such engine: {' or '.join(get_args(Engine))}")
     chosen: Engine = "ray" if engine == "ray" else "processes"
+    if chosen == "ray" and not dry_run and not os.environ.get("RAY_ADDRESS"):
+        show(f"RAY_ADDRESS is not set: Ray takes {settings.workers} cores of this machine")
     if dry_run:
         from data_prep.estimate import estimate
 
