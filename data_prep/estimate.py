@@ -71,6 +71,7 @@ def estimate(config: CorpusConfig) -> Estimate:
     Duplicates show in the whole corpus only, so none are taken off.
     """
     plan = Plan(config, piece_bytes=PIECE_BYTES)
+    plan.check_sources()
     named = config.tokenizer
     # One that does not load is found before anything is read.
     tokens = None if isinstance(named, TrainTokenizer) else load(named)

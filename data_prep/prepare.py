@@ -74,6 +74,7 @@ def prepare(
             _check_unknown(plan, manifest, warn)
         _clear(plan, warn)  # killed between the manifest and its removal
         return finished[0]
+    plan.check_sources()
     open_work(plan)
     with (
         _held(plan, "prepare") as held,
@@ -108,6 +109,8 @@ def prepare_stage(
     plan = Plan(config, part_bytes, piece_bytes, warn)
     if find_finished(plan, warn):
         return 0
+    if stage == "extract":
+        plan.check_sources()
     open_work(plan)
     units = plan.units(stage)[task - 1 :: tasks]
     _check_what_is_read(plan, STAGES[stage].reads, units)

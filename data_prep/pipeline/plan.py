@@ -70,6 +70,11 @@ class Plan:
         self._records: dict[str, list[UnitRecord]] = {}
         self._stored: dict[tuple[str, int], bytes] = {}  # records in the store
 
+    def check_sources(self) -> None:
+        """Refuse a mistake in a source's keys before all of it is read; raises CorpusError."""
+        for source, pieces in zip(self.config.sources, self.pieces, strict=True):
+            source.check([piece for _, _, piece in pieces])
+
     @property
     def shared(self) -> Store:
         """Return the place that all machines must reach."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import ClassVar, Literal
 
 from data_prep import CorpusError
@@ -13,6 +15,7 @@ from data_prep.sources.files import LONG_LINE, Piece, lines
 from data_prep.sources.records import RecordSource
 
 _FIELDS_SHOWN = 100  # characters
+_FILES, _RECORDS = 20, 100  # that are read for their fields; of each file
 
 
 class Jsonl(RecordSource):
@@ -29,13 +32,8 @@ class Jsonl(RecordSource):
     kind: Literal["jsonl"] = "jsonl"
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
-        """Yield the records that begin in a piece.
-
-        Raises:
-            CorpusError: a file is cut short, or none of the records at its beginning has a field.
-        """
-        name, first = self.input_name(piece), ""
-        missing = dict.fromkeys(self.columns) if piece.start == 0 else {}
+        """Yield the records that begin in a piece; CorpusError if a file is cut short."""
+        name = self.input_name(piece)
         for offset, line in lines(piece.path, piece.start, piece.end):
             where = f"{name}@{offset}"
             if line is None:
@@ -52,15 +50,34 @@ class Jsonl(RecordSource):
                 yield Rejected(where, "malformed json", error_line(error))
             else:
                 if isinstance(record, dict):
-                    if missing:
-                        first = first or one_line(", ".join(record), _FIELDS_SHOWN)
-                        missing = {key: None for key in missing if key not in record}
                     yield self.document(record, where)
                 else:
                     detail = f"no object but a {type(record).__name__}"
                     yield Rejected(where, "malformed json", detail)
-        if first and missing:
+
+    def check(self, pieces: Sequence[Piece]) -> None:
+        """Refuse a field that none of the first records of some files has.
+
+        A document without one is set aside or gets another id, so a wrong key would leave out all
+        texts in silence.
+        """
+        missing, first, num = dict.fromkeys(self.columns), "", 0
+        files = [piece.path for piece in pieces if piece.start == 0]
+        for path in files[:: max(1, len(files) // _FILES)]:
+            with suppress(CorpusError):  # the file is damaged: its unit says so
+                for _, line in islice(lines(path), _RECORDS):
+                    try:
+                        record = json.loads((line or b"").decode("utf-8-sig"))
+                    except (ValueError, RecursionError):
+                        continue
+                    if isinstance(record, dict):
+                        num += 1
+                        first = first or one_line(", ".join(record), _FIELDS_SHOWN)
+                        missing = {key: None for key in missing if key not in record}
+            if not missing:
+                return
+        if num:
             raise CorpusError(
-                f"{one_line(piece.path)}: no record has a field {next(iter(missing))!r}; the first "
-                f"one has {first}: correct the key, or leave the file out by a pattern in `path`"
+                f"{one_line(self.path)}: none of its first {num:,} records has a field "
+                f"{next(iter(missing))!r}; the first one has {first}: correct the key"
             )

@@ -64,6 +64,9 @@ class SourceKind(Keys):
         The result depends on the files and `limit` alone. Raises CorpusError if there are none.
         """
 
+    def check(self, pieces: Sequence[Piece]) -> None:
+        """Refuse a mistake of the keys that shows before all is read; raises CorpusError."""
+
     @abstractmethod
     def input_name(self, piece: Piece) -> str:
         """Return an input's name in records: the stem of its documents' ids."""
