@@ -109,10 +109,10 @@ def prepare_stage(
     plan = Plan(config, part_bytes, piece_bytes, warn)
     if find_finished(plan, warn):
         return 0
-    if stage == "extract":
-        plan.check_sources()
     open_work(plan)
     units = plan.units(stage)[task - 1 :: tasks]
+    if any(unit.pieces for unit in units):
+        plan.check_sources()
     _check_what_is_read(plan, STAGES[stage].reads, units)
     with (
         _held(plan, f"{stage}-{task}-of-{tasks}") as held,
