@@ -209,6 +209,11 @@ class CorpusConfig(Keys):
             raise ValueError("a local folder; `--upload URL` copies the shards when they are done")
         return value
 
+    @field_validator("skip_documents")
+    @classmethod
+    def _in_order(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted(set(value)))
+
     @field_validator("work")
     @classmethod
     def _from_here(cls, value: str | None) -> str | None:

@@ -40,7 +40,7 @@ from data_prep.pipeline.stages.finish import (
     unknown_text,
 )
 from data_prep.pipeline.store import StoredStage
-from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, is_output_whole, run_unit
+from data_prep.pipeline.units import Unit, UnitRecord, is_output_whole, is_same, run_unit
 from data_prep.pipeline.watchdog import START, last_seen
 from data_prep.shards import Manifest, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS, UnknownRecord
@@ -168,7 +168,7 @@ def _clear(plan: Plan, warn: Warn) -> None:
     """Remove what the stages of a finished corpus have written for each other."""
     if plan.store is not None:
         try:
-            if others := plan.store.others():
+            if others := plan.store.leave():
                 warn(
                     f"{plan.store.url}: another run of this corpus ({others[0].named}) is at work "
                     "there, or was killed: it is left; remove it when none is"
@@ -211,12 +211,12 @@ def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None
         made = list(zip(plan.units(earlier), plan.records(earlier), strict=True))
         with looked_up_once():
             for unit, record in made:
-                if not inputs_are_same(unit, record):
-                    names = ", ".join(name for _, name, _ in unit.pieces)
-                    raise CorpusError(
-                        f"{names}: changed since it was read: run all stages again from {earlier} "
-                        "on"
-                    )
+                for (_, name, piece), read in zip(unit.pieces, record.inputs, strict=True):
+                    if not is_same(piece, read, with_others=True):
+                        raise CorpusError(
+                            f"{name}: changed since it was read: run all stages again from "
+                            f"{earlier} on"
+                        )
         for unit, record in made:
             for output in record.outputs if plan.store is None else ():  # a task compares its own
                 file = unit.folder / output.file

@@ -88,7 +88,8 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
         return
     with looked_up_once():
         for record, (number, name, piece) in zip(read, here, strict=True):
-            if (record.source, record.input) != (number, name) or not is_same(piece, record):
+            same = (record.source, record.input) == (number, name)
+            if not same or not is_same(piece, record, with_others=True):
                 yield f"input {name} has changed"
                 return  # to compare all may take hours
 

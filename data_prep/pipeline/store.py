@@ -156,13 +156,18 @@ class Store:
             with suppress(CorpusError):
                 self.delete(name)
 
-    def others(self) -> list[Identity]:
-        """Return what other processes prepare the corpus, on other machines also dead ones."""
+    def leave(self) -> list[Identity]:
+        """Return the other processes that prepare the corpus, and no longer be one.
+
+        A dead one of another machine counts.
+        """
         here, found = this_process(), []
         for name in self.sizes("runs"):
             other = parse_identity(self.read(name))
             near = other is not None and other.machine == here.machine
-            if other not in (None, here) and not (near and not is_alive(other)):
+            if other == here or (near and other is not None and not is_alive(other)):
+                self.delete(name)
+            elif other is not None:
                 found.append(other)
         return found
 
@@ -285,13 +290,12 @@ def _scratch(url: str, stage: str) -> Iterator[tuple[Path, Path]]:
     with ExitStack() as stack:
         with _locked(home, wait=True):
             for left in home.iterdir():
-                if left.name.startswith(_SCRATCH):
-                    # Its task lives, or has just ended.
+                if left != common:
+                    # A task that uses it lives, or has just ended.
                     with suppress(OSError), _locked(left, make=False):
                         shutil.rmtree(left, ignore_errors=True)
-                elif left != common:
-                    shutil.rmtree(left, ignore_errors=True)
             common.mkdir(exist_ok=True)
+            stack.enter_context(_locked(common, shared=True))
             scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=home))
             stack.enter_context(_locked(scratch))
         try:
@@ -301,13 +305,16 @@ def _scratch(url: str, stage: str) -> Iterator[tuple[Path, Path]]:
 
 
 @contextmanager
-def _locked(folder: Path, *, wait: bool = False, make: bool = True) -> Iterator[None]:
+def _locked(
+    folder: Path, *, wait: bool = False, make: bool = True, shared: bool = False
+) -> Iterator[None]:
     """Lock a folder of this machine. A dead process holds none."""
     if make:
         folder.mkdir(exist_ok=True)
     opened = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(opened, kind | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(opened)

@@ -138,7 +138,7 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Un
             result = function(unit.task, temporary)
         with looked_up_once():
             for (_, name, piece), before in zip(unit.pieces, read, strict=True):
-                if not is_same(piece, before):
+                if not is_same(piece, before, with_others=not before.version):
                     raise CorpusError(
                         f"{name}: changed while it was read: run the same command again"
                     )
@@ -203,14 +203,17 @@ def inputs_are_same(unit: Unit, record: UnitRecord) -> bool:
     )
 
 
-def is_same(piece: Piece, read: InputRecord) -> bool:
+def is_same(piece: Piece, read: InputRecord, *, with_others: bool = False) -> bool:
     """Return whether a piece still holds what was read; a copy's time differs, so then by content.
 
-    What is empty says nothing, and is never equal.
+    What is empty says nothing, and is never equal. The last document of a part of a file may end
+    in the next part, which the part's hash does not cover: by content it is equal only
+    `with_others`, where all parts of the file are compared.
     """
     if (version := piece.version()) and version == read.version:
         return True
-    return bool(read.sha256) and piece.sha256() == read.sha256
+    by_content = with_others or not piece.reads_beyond
+    return by_content and bool(read.sha256) and piece.sha256() == read.sha256
 
 
 def is_output_whole(unit: Unit, output: FileRecord) -> bool:

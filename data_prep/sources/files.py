@@ -30,11 +30,17 @@ class Piece:
     """
 
     is_path: ClassVar[bool] = True  # `path` may name something in the file system
+    crossed: ClassVar[bool] = True  # a document may begin in one part of a file and end in the next
 
     path: str
     start: int = 0
     end: int | None = None
     size: int = 0
+
+    @property
+    def reads_beyond(self) -> bool:
+        """Return whether documents of the piece depend on bytes of the file outside of it."""
+        return self.crossed and (self.start > 0 or self.end is not None)
 
     @property
     def is_listed(self) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -20,6 +20,8 @@ from data_prep.sources.records import Record, RecordSource
 from data_prep.sources.remote import is_remote, reached
 from data_prep.sources.row_groups import RowGroups
 
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of batches
+
 Value = TypeVar("Value")
 
 
@@ -29,6 +31,8 @@ class Dataset(Piece):
 
     The latter has no commit. `end` is None of a whole dataset, else `start` is the file's number.
     """
+
+    crossed: ClassVar[bool] = False
 
     commit: str = ""
     file: str = ""  # name within the dataset
@@ -157,7 +161,8 @@ class HuggingFace(RecordSource):
         if not piece.is_listed:
             self._loaded(piece, self._data_files)  # raises
             raise CorpusError(f"{piece.path}: did not answer at first: run the same command again")
-        return self.numbered_documents(self._rows(piece), piece.path, self.input_name(piece))
+        path = os.path.join(piece.path, piece.file)
+        return self.numbered_documents(self._rows(piece), path, self.input_name(piece))
 
     def _rows(self, piece: Dataset) -> Iterator[Record]:
         rows: Iterator[dict[str, Any]] = self._loaded(piece, self._records)
@@ -173,8 +178,8 @@ class HuggingFace(RecordSource):
             return load(piece)
         except Exception as error:
             raise CorpusError(
-                f"{piece.path}: cannot load this dataset ({error_line(error)}); check path, "
-                "config, split and network"
+                f"{os.path.join(piece.path, piece.file)}: cannot load this dataset "
+                f"({error_line(error)}); check path, config, split and network"
             ) from error
 
     def _data_files(self, whole: Dataset) -> list[tuple[str, int]]:
@@ -191,6 +196,8 @@ class HuggingFace(RecordSource):
         if saved := _saved(whole, self.split):
             state = parse_object(read_regular(saved / "state.json"))
             paths = [str(saved / entry["filename"]) for entry in state["_data_files"]]
+            for path in paths:
+                _check_end(path)
             if state.get("_indices_files"):
                 paths = []  # rows in another order than in the files
         else:
@@ -246,6 +253,14 @@ def _saved(piece: Dataset, split: str) -> Path | None:
     if (folder / "dataset_dict.json").exists():
         return folder / split
     return folder if (folder / "state.json").exists() else None
+
+
+def _check_end(path: str) -> None:
+    """Refuse a stream of Arrow that is cut short between two batches: it reads like a whole one."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - len(_ARROW_END)))
+        if file.read() != _ARROW_END:
+            raise CorpusError(f"{path}: cut short: it has no end marker")
 
 
 def _size(path: str) -> int:

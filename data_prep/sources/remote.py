@@ -9,13 +9,16 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote
+
+from fsspec.utils import glob_translate
 
 from data_prep import CorpusError
 from data_prep.disk.credentials import masked
 from data_prep.messages import error_line, extra, one_line
-from data_prep.sources.ranges import again, reader
+from data_prep.sources.ranges import BLOCK, again, reader
 
 # Protocol -> (package, the extra that brings it); other protocols name their package themselves.
 DRIVERS = {
@@ -52,19 +55,18 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
     with reached(url) as (files, root):
         if not url.endswith("/") and _is_file(url, files, root):
             return [(url, _info(url, files, root).get("size") or 0)]
-        if files.isdir(root):
+        if again(lambda: files.isdir(root)):
             stem, base = url.rstrip("/"), root.rstrip("/")
             found = {
                 name: info
-                for name, info in files.find(root, detail=True).items()
+                for name, info in _walked(url, files, root).items()
                 if any(fnmatch(name.rsplit("/", 1)[-1].lower(), pattern) for pattern in patterns)
             }
             problem = f"no file named {' or '.join(patterns)} in this folder"
         else:
             stem = re.split(r"[*?\[]", url, maxsplit=1)[0].rpartition("/")[0]
             base = files._strip_protocol(stem).rstrip("/")
-            matches = files.glob(root, detail=True) if glob.has_magic(root) else {}
-            found = {n: info for n, info in matches.items() if info.get("type") == "file"}
+            found = _globbed(url, files, root, base) if glob.has_magic(root) else {}
             problem = "no such file or folder; check the path of this source"
     result = []
     for name, info in sorted(found.items()):
@@ -79,9 +81,39 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
     return result
 
 
+def _walked(url: str, files: Any, root: str, depth: int | None = None) -> dict[str, Any]:
+    """Return all files below a folder by name; of HTTP of at most so many levels.
+
+    fsspec would leave out a folder of HTTP whose listing fails.
+    """
+    if not _is_http(url):
+        return dict(again(lambda: files.find(root, detail=True)))
+    found, left, seen = dict[str, Any](), [(root.rstrip("/") + "/", 1)], set[str]()
+    while left:
+        folder, level = left.pop()
+        seen.add(folder)
+        for info in again(partial(files.ls, folder, detail=True)):
+            name = info["name"]
+            if info["type"] != "directory":
+                found[name] = info
+            elif name not in seen and name.startswith(folder) and level != depth:
+                left.append((name, level + 1))
+    return found
+
+
+def _globbed(url: str, files: Any, root: str, base: str) -> dict[str, Any]:
+    """Return the files that fit a pattern by name; `base` is the folder before its first sign."""
+    if _is_http(url):
+        depth = None if "**" in root else root.removeprefix(base).count("/")
+        fits = re.compile(glob_translate(root)).match
+        return {n: info for n, info in _walked(url, files, base, depth).items() if fits(n)}
+    matches = again(lambda: files.glob(root, detail=True))
+    return {name: info for name, info in matches.items() if info.get("type") == "file"}
+
+
 def _is_file(url: str, files: Any, root: str) -> bool:
     if not _is_http(url):
-        return bool(files.isfile(root))
+        return bool(again(lambda: files.isfile(root)))
     try:  # fsspec would say no of any error
         again(lambda: files.info(root))
     except FileNotFoundError:
@@ -96,10 +128,13 @@ def opened(url: str, start: int = 0, end: int | None = None, *, seekable: bool =
     """
     with reached(url) as (files, path):
         info = _info(url, files, path)
-        size, whole = info.get("size"), _is_http(url) and not info.get("partial")
-        if size is None or (whole and not seekable and start == 0):
+        size, state = info.get("size"), _state(info)
+        in_order = start == 0 and not seekable
+        if size is None or (in_order and size > BLOCK and not takes_ranges(url)):
             return again(lambda: files.open(path, "rb", block_size=0))
-        found = reader(files, path, _state(info), size, start, 0 if seekable else end)
+        # A server may give two files one state.
+        own = f"{state} {url}" if state else ""
+        found = reader(files, path, own, size, start, 0 if seekable else end)
         return cast(BinaryIO, found)
 
 

@@ -9,7 +9,7 @@ three times its size, which is 2 GiB at most: the format has 32 bits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal
 
@@ -25,12 +25,19 @@ if TYPE_CHECKING:
 _GROUP_LIMIT = 1 << 27  # bytes; reading a page takes up to three times its size
 # Text is compressed to a third or a tenth. Snappy reaches 21 on equal bytes, others thousands.
 _BOMB_RATIO = 16
+_FILES = 20  # whose footers are read before all others
 _BATCH = 1 << 26  # bytes, if each record were as large as its row group
+
+
+class FooterError(CorpusError):
+    """Report a footer that cannot be read, or lacks a column."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroups(Piece):
     """Hold the row groups `start` to `end` of a Parquet file."""
+
+    crossed: ClassVar[bool] = False
 
     def stored_ranges(self) -> list[tuple[int, int | None]]:
         """Return where the columns of the row groups lie, and the footer.
@@ -71,10 +78,13 @@ class Parquet(RecordSource):
     def cut(self, file: Piece, limit: int) -> list[Piece]:
         """Return row groups, together of about `limit` decompressed bytes; reads the footer alone.
 
-        Raises CorpusError if it is unreadable.
+        A file that is damaged, or lacks a column, is whole: its unit says so.
         """
         with opened(file.path, seekable=True) as stored:
-            metadata = self._opened(file.path, stored).metadata
+            try:
+                metadata = self._opened(file.path, stored).metadata
+            except FooterError:
+                return [RowGroups(file.path, size=file.size)]
             groups = map(metadata.row_group, range(metadata.num_row_groups))
             sizes = [group.total_byte_size for group in groups]
         found: list[Piece] = []
@@ -111,14 +121,32 @@ class Parquet(RecordSource):
             )
             names = file.schema_arrow.names
         except (pyarrow.ArrowException, OSError) as error:
-            raise CorpusError(
+            kind = FooterError if isinstance(error, pyarrow.ArrowException) else CorpusError
+            raise kind(
                 f"{one_line(path)}: unreadable ({error_line(error)}); download it again"
             ) from None
         if missing := [column for column in self.columns if column not in names]:
-            raise CorpusError(
+            raise FooterError(
                 f"{one_line(path)}: no column {missing[0]!r}; it has {', '.join(names)}"
             )
         return file
+
+    def check(self, pieces: Sequence[Piece]) -> None:
+        """Refuse the source if the first file of it, and some others, are damaged or lack a column.
+
+        All would be, where a key is wrong.
+        """
+        files = [piece.path for piece in pieces if piece.start == 0]
+        first: FooterError | None = None
+        for path in files[:: max(1, len(files) // _FILES)]:
+            with opened(path, seekable=True) as stored:
+                try:
+                    self._opened(path, stored)
+                    return
+                except FooterError as error:
+                    first = first or error
+        if first is not None:
+            raise first
 
     def _records(self, file: ParquetFile, number: int) -> Iterator[Record]:
         """Yield the records of one row group, each as Rejected if the footer claims a bomb."""

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
@@ -198,17 +200,51 @@ def test_a_worker_that_is_killed_once_changes_nothing(tmp_path: Path) -> None:
     assert found.digest == expected and len(killed) == 1
 
 
+@pytest.mark.parametrize("damage", ["footer", "column"])
+def test_a_table_whose_footer_is_wrong_is_set_aside(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "texts").mkdir()
+    paths = [tmp_path / "texts" / f"{n}.parquet" for n in range(4)]
+    for n, path in enumerate(paths):
+        parquet.write_table(pa.Table.from_pylist([line(10 * n + i) for i in range(10)]), path)
+    source = {"kind": "parquet", "path": str(tmp_path / "texts"), "id_field": "id"}
+    expected = prepare(corpus(tmp_path / "whole", tmp_path, sources=[source])).digest
+    whole = paths[2].read_bytes()
+    if damage == "footer":
+        paths[2].write_bytes(whole[:-5])
+    else:
+        parquet.write_table(pa.table({"body": ["x"]}), paths[2])
+    config = corpus(tmp_path / "shards", tmp_path, sources=[source])
+    message = r"2\.parquet: (unreadable|no column 'text'; it has body)"
+    with pytest.raises(CorpusError, match=message):
+        prepare(config, piece_bytes=1)
+    before = made(tmp_path / "shards")
+    assert len(before) == 3
+    paths[2].write_bytes(whole)
+    assert prepare(config, piece_bytes=1).digest == expected
+    after = {**made(tmp_path / "shards")}
+    assert not after or all(after[name] == moment for name, moment in before.items())
+    # A key that is wrong in every file is refused before anything is read.
+    config = corpus(tmp_path / "wrong", tmp_path, sources=[source | {"text_field": "body"}])
+    with pytest.raises(CorpusError, match=r"0\.parquet: no column 'body'; it has id, text"):
+        prepare(config)
+    assert not (tmp_path / "wrong").exists()
+
+
 def test_an_entry_that_names_nothing_is_told(tmp_path: Path) -> None:
     files(tmp_path / "texts", 2)
     told: list[str] = []
     config = corpus(tmp_path / "shards", tmp_path / "texts", skip_documents=[line(3)["id"], "none"])
+    # Their order does not matter.
+    assert config == corpus(
+        tmp_path / "shards", tmp_path / "texts", skip_documents=["none", line(3)["id"], "none"]
+    )
     for stage in ("extract", "deduplicate", "vocabulary", "pack"):
         prepare_stage(config, stage, piece_bytes=1)
     finalise(config, told.append, piece_bytes=1)
     assert [text for text in told if "skip_documents" in text] == [
         "skip_documents: no document is called 'none': compare the ids"
     ]
-    assert load_manifest(tmp_path / "shards").content["skip_documents"] == [line(3)["id"], "none"]
+    assert load_manifest(tmp_path / "shards").content["skip_documents"] == ["none", line(3)["id"]]
 
 
 @pytest.mark.parametrize(

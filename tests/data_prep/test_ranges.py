@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
@@ -203,6 +203,93 @@ def test_a_server_that_ignores_a_range_is_refused(
     monkeypatch.setattr(handler, "do_GET", ignores)
     with pytest.raises(CorpusError, match=r"texts\.txt: cannot be read"):
         list(file_chunks(url, BLOCK, 2 * BLOCK))
+
+
+class Folder(Server):
+    """Serve a folder and one below it as web servers list them; `broken` fails in its way."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    broken, times, cuts = "", 0, 0
+
+    def do_GET(self) -> None:
+        cls = type(self)
+        if cls.broken and self.path == cls.broken and cls.times:
+            cls.times -= 1
+            self.send_error(404 if cls.times > 5 else 503)
+            return
+        if self.path in cls.files:
+            cls.data = cls.files[self.path]
+            if cls.cuts and self.command == "GET" and len(cls.data) > 1000:
+                cls.cuts -= 1
+                cls.sent += len(cls.data)
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(cls.data)))
+                self.end_headers()
+                self.wfile.write(cls.data[: len(cls.data) // 2])
+                self.close_connection = True
+                return
+            super().do_GET()
+            return
+        names = {name.removeprefix(self.path) for name in cls.files if name.startswith(self.path)}
+        names = {name.split("/")[0] + "/" * ("/" in name) for name in names}
+        page = "".join(f'<a href="{name}">{name}</a>' for name in names).encode()
+        self.send_response(200 if names else 404)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(page)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[tuple[str, type[Folder]]]:
+    """Serve three files of one size, which the server gives one ETag."""
+    size = len(texts(100))
+    files = {"/in/a.txt": texts(100), "/in/c.txt": texts(100)[::-1]}
+    files["/in/sub/b.txt"] = texts(200)[size : 2 * size]
+    for name, data in files.items():
+        (path := tmp_path / "disk" / name[4:]).parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    handler = type("Handler", (Folder,), {"draw": random.Random(7), "files": files})
+    with Quiet(("127.0.0.1", 0), handler) as served:
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{served.server_port}/in/", handler
+        served.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("path", ["", "**/*.txt"])
+def test_files_of_one_size_and_state_are_told_apart(
+    tmp_path: Path, folder: tuple[str, type[Folder]], path: str
+) -> None:
+    url, _ = folder
+    expected = prepare(corpus(tmp_path / "local", str(tmp_path / "disk")))
+    assert prepare(corpus(tmp_path / "remote", url + path)).digest == expected.digest
+
+
+def test_a_folder_that_fails_once_is_listed_again_and_one_that_is_missing_refused(
+    tmp_path: Path, folder: tuple[str, type[Folder]]
+) -> None:
+    url, handler = folder
+    expected = prepare(corpus(tmp_path / "local", str(tmp_path / "disk")))
+    for broken in ("/in/", "/in/sub/"):
+        handler.broken, handler.times = broken, 2
+        remote = corpus(tmp_path / broken.replace("/", "-"), url)
+        assert prepare(remote).digest == expected.digest
+    handler.times = 1000
+    with pytest.raises(CorpusError, match=r"/in/: cannot be read .*sub"):
+        prepare(corpus(tmp_path / "refused", url))
+
+
+def test_a_body_that_is_cut_is_asked_for_again(
+    tmp_path: Path, folder: tuple[str, type[Folder]]
+) -> None:
+    url, handler = folder
+    expected = prepare(corpus(tmp_path / "local", str(tmp_path / "disk")))
+    handler.cuts = 2
+    assert prepare(corpus(tmp_path / "remote", url)).digest == expected.digest
+    assert handler.cuts == 0
 
 
 @pytest.fixture

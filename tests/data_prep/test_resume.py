@@ -157,12 +157,31 @@ def test_a_changed_input_is_read_again(make_config: Any, tmp_path: Path) -> None
     config = make_config()
     stop_before_finishing(config)
     text = tmp_path / "texts" / "2.txt"
-    os.utime(text)  # a copy: same bytes, another time
-    assert redone(config) == set()
+    os.utime(text)  # a copy: same bytes, another time; its parts are read again
+    assert redone(config) == {"extract"}
     text.write_text(text.read_text()[::-1])  # the same size
     assert "extract" in redone(config)
     fresh = make_config(output=tmp_path / "fresh")
     assert finalise(config, **SMALL).digest == prepare(fresh, **SMALL).digest
+
+
+def test_a_change_behind_a_border_is_read_again(tmp_path: Path, make_config: Any) -> None:
+    """Change a document behind the end of the part in which it begins; all else stays."""
+    file = tmp_path / "lines" / "a.txt"
+    file.parent.mkdir()
+    lines = [f"line {n:03d} of some few words " + "word " * 30 for n in range(40)]
+    file.write_text("\n".join(lines))
+    source = {"kind": "text", "path": str(file.parent), "document": "line"}
+    config = make_config(sources=[source])
+    stop_before_finishing(config)
+    text = file.read_text()
+    border = 2000  # SMALL has pieces of 500 bytes
+    assert "\n" not in text[border - 5 : border + 5]
+    file.write_text(text[:border] + text[border : border + 5][::-1] + text[border + 5 :])
+    assert file.read_text() != text
+    prepared = prepare(config, **SMALL)
+    fresh = make_config(output=tmp_path / "fresh", sources=[source])
+    assert prepared.digest == prepare(fresh, **SMALL).digest
 
 
 def test_a_damaged_finished_folder_is_made_again(make_config: Any) -> None:

@@ -290,10 +290,10 @@ def test_who_finishes_leaves_what_another_works_with(
     (joined := store.joined()).__enter__()
     folder = Path(store.url)
     (mine,) = folder.glob("runs/*.json")
-    assert store.others() == []  # itself
     other = json.loads(mine.read_text()) | {"pid": os.getppid(), "start": "1"}
+    assert store.leave() == [] and not mine.exists()  # itself
     mine.write_text(json.dumps(other))
-    assert store.others() == []  # dead: it has another start
+    assert store.leave() == [] and not mine.exists()  # dead: it has another start
     mine.write_text(json.dumps(other | {"host": "elsewhere"}))
     assert prepare(config, warn=said.append, **SMALL).digest == expected
     assert re.search(r"another run of this corpus \(host elsewhere, pid \d+\) is at work", said[0])

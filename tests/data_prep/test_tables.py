@@ -109,7 +109,7 @@ def test_parquet_is_the_same_from_pieces_of_any_size(tmp_path: Path) -> None:
     by_id = documents(read_all(Parquet(path=str(tmp_path), id_field="n")))
     assert [item.id for item in by_id] == [str(i) for i in range(1000)]
     with pytest.raises(CorpusError, match="no column 'body'; it has text, n"):
-        Parquet(path=str(tmp_path), text_field="body").inputs(1)
+        read_all(Parquet(path=str(tmp_path), text_field="body"))
 
 
 def test_errors_name_a_damaged_parquet_file(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_errors_name_a_damaged_parquet_file(tmp_path: Path) -> None:
     source = Parquet(path=str(tmp_path))
     file.write_bytes(whole[:-100])
     with pytest.raises(CorpusError, match=r"a\.parquet: unreadable"):
-        source.inputs(1)
+        read_all(source)
     # The first page's header: its sizes now are nonsense.
     file.write_bytes(whole[:4] + b"\xff" * 12 + whole[16:])
     with pytest.raises(CorpusError, match=r"a\.parquet: unreadable after 0 records"):
@@ -248,6 +248,10 @@ def test_huggingface_saved_and_streamed(tmp_path: Path) -> None:
         for key in ("text_field", "id_field", "title_field", "url_field"):
             with pytest.raises(CorpusError, match="no field 'body'; it has text"):
                 read_all(HuggingFace.model_validate({"path": source.path, key: "body"}))
+    arrow = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    arrow.write_bytes(arrow.read_bytes()[:-8])  # between two batches
+    with pytest.raises(CorpusError, match=r"arrow: cut short: it has no end marker"):
+        read_all(HuggingFace(path=str(tmp_path / "saved")))
     for wrong in ({"path": str(tmp_path / "none")}, {"path": source.path, "split": "dev"}):
         with pytest.raises(CorpusError, match="cannot load") as caught:
             read_all(HuggingFace(**wrong))
