@@ -102,8 +102,9 @@ def again(work: Callable[[], Value]) -> Value:
             status = getattr(error, "status", getattr(error.__cause__, "status", None))
             if isinstance(status, int):
                 final = 400 <= status < 500 and status not in (408, 429)
-            else:
-                final = isinstance(error, _FOR_GOOD)
+            else:  # botocore's NoCredentialsError, Google's DefaultCredentialsError
+                no_key = type(error).__name__.endswith("CredentialsError")
+                final = no_key or isinstance(error, _FOR_GOOD)
             if final:
                 raise
             time.sleep(pause)

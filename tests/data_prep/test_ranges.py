@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import json
+import os
 import random
 import re
 import socket
@@ -173,6 +174,21 @@ def test_what_is_missing_or_closed_is_said_at_once(
         monkeypatch.setattr(handler, "do_GET", lambda self, code=code: self.send_error(code))
         with pytest.raises(CorpusError, match=r"texts\.txt"):
             prepare(corpus(tmp_path / str(code), url))
+
+
+def test_missing_credentials_are_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    monkeypatch.setattr(ranges, "PAUSES", (600.0,))  # longer than a test may take
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(CorpusError, match=r"s3://bucket/texts\.txt: .*credentials"):
+        prepare(corpus(tmp_path / "shards", "s3://bucket/texts.txt"))
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_a_file_that_changed_is_not_read_from_what_was_kept(
