@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import site
 import socket
 import uuid
@@ -102,6 +103,8 @@ def _joined(address: str, workers: int) -> Iterator[Any]:
     # address that was named, unless it is told to before Ray is imported.
     if address and (Path.home() / ".ray" / "auth_token").is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if not address:  # else Ray leaves a token in the home, which slows a cluster without one down
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # A task that exhausts a node's memory would run again without end.
     os.environ.setdefault("RAY_task_oom_retries", "1")
     try:

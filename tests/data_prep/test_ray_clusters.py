@@ -75,6 +75,8 @@ def test_a_cluster_is_used_by_its_address_alone(head: str, home: Path) -> None:
     """Join it only by its address, and with the token that it asks for."""
     path = corpus(home)
     digests = []
+    token = home / "home" / ".ray" / "auth_token"
+    was_there = token.exists()
     for output, environment in (
         ("plain", None),
         ("beside", {}),
@@ -86,6 +88,7 @@ def test_a_cluster_is_used_by_its_address_alone(head: str, home: Path) -> None:
         )
         assert ended[0] == 0, ended[1] + ended[2]
         digests.append(load_manifest(home / output).digest)
+        assert token.exists() == was_there  # a token there would slow a cluster without one down
     assert len(set(digests)) == 1
 
 
