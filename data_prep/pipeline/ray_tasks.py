@@ -23,6 +23,7 @@ from data_prep.pipeline.store import Store
 
 _MEMORY = 2**30  # bytes that a task asks a cluster for
 _AT_ONCE = 1000  # tasks that Ray holds, or two for each core of a larger cluster
+_TOKEN = secrets.token_hex(32)  # of all clusters that this process starts: Ray reads it once
 _seen = set[str]()  # markers that this process has seen
 
 
@@ -104,7 +105,7 @@ def _joined(address: str, workers: int) -> Iterator[Any]:
     if address and (Path.home() / ".ray" / "auth_token").is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     if not address:  # else Ray leaves a token in the home, which slows a cluster without one down
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_AUTH_TOKEN", _TOKEN)
     # A task that exhausts a node's memory would run again without end.
     os.environ.setdefault("RAY_task_oom_retries", "1")
     try:
