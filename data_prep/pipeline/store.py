@@ -129,7 +129,7 @@ class Store:
                 write_file(Path(path), lambda file: file.write(data))
 
     def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file; a missing one is no error."""
         with (
             reached(f"{self.url}/{name}", "cannot be removed") as (files, path),
             suppress(FileNotFoundError),

@@ -138,6 +138,7 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Un
             result = function(unit.task, temporary)
         with looked_up_once():
             for (_, name, piece), before in zip(unit.pieces, read, strict=True):
+                # Without a version, the piece's own bytes have to do.
                 if not is_same(piece, before, with_others=not before.version):
                     raise CorpusError(
                         f"{name}: changed while it was read: run the same command again"

@@ -15,7 +15,7 @@ from data_prep.sources.files import LONG_LINE, Piece, lines
 from data_prep.sources.records import RecordSource
 
 _FIELDS_SHOWN = 100  # characters
-_FILES, _RECORDS = 20, 100  # that are read for their fields; of each file
+_RECORDS = 100  # of a file, which are read for their fields
 
 
 class Jsonl(RecordSource):
@@ -62,8 +62,7 @@ class Jsonl(RecordSource):
         texts in silence.
         """
         missing, first, num = dict.fromkeys(self.columns), "", 0
-        files = [piece.path for piece in pieces if piece.start == 0]
-        for path in files[:: max(1, len(files) // _FILES)]:
+        for path in self.sampled(pieces):
             with suppress(CorpusError):  # the file is damaged: its unit says so
                 for _, line in islice(lines(path), _RECORDS):
                     try:

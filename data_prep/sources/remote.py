@@ -13,8 +13,6 @@ from functools import partial
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote
 
-from fsspec.utils import glob_translate
-
 from data_prep import CorpusError
 from data_prep.disk.credentials import masked
 from data_prep.messages import error_line, extra, one_line
@@ -104,6 +102,8 @@ def _walked(url: str, files: Any, root: str, depth: int | None = None) -> dict[s
 def _globbed(url: str, files: Any, root: str, base: str) -> dict[str, Any]:
     """Return the files that fit a pattern by name; `base` is the folder before its first sign."""
     if _is_http(url):
+        from fsspec.utils import glob_translate  # slow to import
+
         depth = None if "**" in root else root.removeprefix(base).count("/")
         fits = re.compile(glob_translate(root)).match
         return {n: info for n, info in _walked(url, files, base, depth).items() if fits(n)}

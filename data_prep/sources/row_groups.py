@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _GROUP_LIMIT = 1 << 27  # bytes; reading a page takes up to three times its size
 # Text is compressed to a third or a tenth. Snappy reaches 21 on equal bytes, others thousands.
 _BOMB_RATIO = 16
-_FILES = 20  # whose footers are read before all others
 _BATCH = 1 << 26  # bytes, if each record were as large as its row group
 
 
@@ -136,9 +135,8 @@ class Parquet(RecordSource):
 
         All would be, where a key is wrong.
         """
-        files = [piece.path for piece in pieces if piece.start == 0]
         first: FooterError | None = None
-        for path in files[:: max(1, len(files) // _FILES)]:
+        for path in self.sampled(pieces):
             with opened(path, seekable=True) as stored:
                 try:
                     self._opened(path, stored)

@@ -1,11 +1,8 @@
-"""Copy a model's weights into a smaller one: of fewer tokens or neurons, or narrower.
-
-Shapes: N layers, A heads, F neurons.
-"""
+"""Copy a model's weights into a smaller one: of fewer tokens or neurons, or narrower."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +12,7 @@ from transformers import PreTrainedModel
 from pretrain.model.families import Blocks, family_of
 
 # Of a parameter, by its id: which places of each axis stay; None, or no entry: all.
-Cuts = Mapping[int, tuple[Tensor | None, ...]]
+Cuts = dict[int, tuple[Tensor | None, ...]]
 
 
 class Way(NamedTuple):
@@ -41,10 +38,10 @@ class Way(NamedTuple):
         """Return which of all numbers belong to some units."""
         return kept.repeat_interleave(self.width)
 
-    def cuts(self, numbers: Tensor, hidden: Tensor | None = None) -> dict[int, Any]:
+    def cuts(self, numbers: Tensor, hidden: Tensor | None = None) -> Cuts:
         """Return how its layers are cut to some numbers of its units, and of the hidden state."""
         places = numbers.nonzero().squeeze(1)
-        found: dict[int, Any] = {
+        found: Cuts = {
             id(self.reads.weight): (hidden, places),
             id(self.reads.bias): (hidden,),
         }

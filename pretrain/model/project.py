@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pretrain import RunError
-from pretrain.model.cut import Way, cut_into, ways
+from pretrain.model.cut import Cuts, Way, cut_into, ways
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def project(model: Any, student: Any) -> None:
             squares_D += way.reads.weight.square().sum(1)
             squares_D += sum(linear.weight.square().sum(0) for linear in way.makes)
     hidden = largest(squares_D, student.config.hidden_size)
-    cuts = dict[int, Any]()
+    cuts: Cuts = {}
     for layer, own in both:
         for way, small in zip(layer, own, strict=True):
             if small.width != way.width and hasattr(model.config, "rope_parameters"):

@@ -11,13 +11,13 @@ Shapes: N layers, A heads, F neurons.
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pretrain.model.cut import cut_into, rows_of, ways
+from pretrain.model.cut import Cuts, cut_into, rows_of, ways
 from pretrain.model.families import FAMILIES, family_of
 
 
@@ -48,7 +48,7 @@ def pruned_model(model: PreTrainedModel, kept: Units) -> PreTrainedModel:
     name = FAMILIES[config.model_type].own_names.get("intermediate_size", "intermediate_size")
     setattr(config, name, int(kept.neurons[0].sum()))
     found = type(model)(config)
-    cuts = dict[int, Any]()
+    cuts: Cuts = {}
     for (_, neurons), stay in zip(ways(model), kept.neurons, strict=True):
         cuts |= neurons.cuts(stay)
     cut_into(model, found, cuts)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from pretrain import RunError
-from pretrain.model.cut import cut_into
+from pretrain.model.cut import Cuts, cut_into
 
 Ids = NDArray[np.int64]
 _CONFIG_IDS = "_token_id"  # the end of a config's keys that hold ids
@@ -182,8 +182,10 @@ def trimmed_model(model: PreTrainedModel, kept: Ids) -> PreTrainedModel:
     config.vocab_size = len(kept)
     found = type(model)(config)
     rows, head = (torch.from_numpy(kept),), model.get_output_embeddings()
-    cuts = {id(tensor): rows for tensor in (head.parameters() if head is not None else ())}
-    cut_into(model, found, {id(model.get_input_embeddings().weight): rows, **cuts})
+    cuts: Cuts = {id(model.get_input_embeddings().weight): rows}
+    if head is not None:
+        cuts |= {id(tensor): rows for tensor in head.parameters()}
+    cut_into(model, found, cuts)
     return found.eval()
 
 

@@ -11,13 +11,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from support.reading import served
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
@@ -94,22 +95,11 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-class Quiet(ThreadingHTTPServer):
-    """Say nothing of a client that goes."""
-
-    def handle_error(self, *arguments: object) -> None:
-        pass
-
-
 @pytest.fixture
 def server() -> Iterator[tuple[str, type[Server]]]:
     handler = type("Handler", (Server,), {"draw": random.Random(7)})
-    with Quiet(("127.0.0.1", 0), handler) as served:
-        thread = threading.Thread(target=served.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{served.server_port}/texts.txt", handler
-        served.shutdown()
-        thread.join()
+    with served(handler) as address:
+        yield f"http://{address}/texts.txt", handler
 
 
 def texts(num: int) -> bytes:
@@ -267,12 +257,8 @@ def folder(tmp_path: Path) -> Iterator[tuple[str, type[Folder]]]:
         (path := tmp_path / "disk" / name[4:]).parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     handler = type("Handler", (Folder,), {"draw": random.Random(7), "files": files})
-    with Quiet(("127.0.0.1", 0), handler) as served:
-        thread = threading.Thread(target=served.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{served.server_port}/in/", handler
-        served.shutdown()
-        thread.join()
+    with served(handler) as address:
+        yield f"http://{address}/in/", handler
 
 
 @pytest.mark.parametrize("path", ["", "**/*.txt"])
