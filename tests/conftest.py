@@ -49,6 +49,8 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
+pytest_plugins = ["support.costs"]
+
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Name bytes by their parameter: their content may differ between two workers."""

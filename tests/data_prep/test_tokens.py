@@ -74,6 +74,11 @@ def test_case_follows_the_vocabulary(tmp_path: Path) -> None:
     assert shown(uncased, "Hello hello HELLO") == ["hello"] * 3
 
 
+def test_a_bare_vocabulary_separates_chinese_characters(tmp_path: Path) -> None:
+    tokens = load(write_vocabulary(tmp_path, [*WORDS, "\u4e2d", "\u6587"]))
+    assert shown(tokens, "hello\u4e2d\u6587world") == ["hello", "\u4e2d", "\u6587", "world"]
+
+
 def test_a_pattern_that_matches_mask_gives_no_mask(tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path, [*SPECIAL, "C", "Cl", "[C@H]", "(", ")", ">"])
     tokens = load(VocabularyTokenizer(vocab=path, pattern=SMILES))
@@ -486,6 +491,11 @@ def test_the_normalisation_of_a_byte_level_bpe(
 ) -> None:
     tokens = trained(**keys)
     assert tokens.decode(tokens.encode(text)) == expected
+
+
+def test_only_what_is_asked_for_stands_in_the_file_of_a_byte_level_bpe() -> None:
+    assert trained(normalization="none").backend.normalizer is None
+    assert json.loads(trained().backend.to_str())["normalizer"] == {"type": "NFC"}
 
 
 def test_nothing_to_train_a_byte_level_bpe_on_is_refused() -> None:

@@ -1,31 +1,69 @@
 """Check that a mistake is answered before torch is imported, which takes seconds."""
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import python
 
 from data_prep.shards import load_manifest
 from pretrain.config import RunConfig
 
+# One process imports the command line; a fork of it runs each line of arguments.
 CODE = """
-import sys
+import json, os, sys, traceback
+import huggingface_hub, pyarrow, launch.checks, launch.recipe_config
 from launch.cli import main
-try:
-    main()
-except SystemExit as stop:
-    print(stop.code, [name for name in ("torch", "transformers") if name in sys.modules])
+for line in sys.stdin:
+    arguments, folder, file = json.loads(line)
+    if not os.fork():
+        screen = os.open(file, os.O_WRONLY | os.O_CREAT)
+        os.dup2(screen, 1)
+        os.dup2(screen, 2)
+        os.chdir(folder)
+        sys.argv[1:] = arguments
+        try:
+            main()
+        except SystemExit as stop:
+            large = [name for name in ("torch", "transformers") if name in sys.modules]
+            print(stop.code, large, flush=True)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+    os.wait()
+    print(flush=True)
 """
+Check = Callable[..., None]
 
 
-def check_refused(message: str, *arguments: str | Path) -> None:
-    """Run `distil` with arguments that it must refuse without importing torch."""
-    done = python("-c", CODE, *arguments)
-    assert message in done.stderr
-    assert done.stdout.splitlines()[-1] == "2 []"
+@pytest.fixture(scope="module")
+def commands() -> Iterator[subprocess.Popen[str]]:
+    argv, pipe = [sys.executable, "-c", CODE], subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.stdin.close()  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def check_refused(commands: subprocess.Popen[str], tmp_path: Path) -> Check:
+    """Return a function that runs `distil`, which must refuse without importing torch."""
+    assert commands.stdin is not None and commands.stdout is not None
+
+    def check(message: str, *arguments: str | Path) -> None:
+        screen = tmp_path / "screen"
+        screen.unlink(missing_ok=True)
+        line = json.dumps([[str(word) for word in arguments], os.getcwd(), str(screen)])
+        print(line, file=commands.stdin, flush=True)
+        assert commands.stdout.readline() == "\n"
+        said = screen.read_text(encoding="utf-8")
+        assert message in said
+        assert said.splitlines()[-1] == "2 []", said
+
+    return check
 
 
 @pytest.fixture
@@ -48,14 +86,16 @@ def trained(shards: Path, tmp_path: Path, seal: Callable[[Path, Mapping[str, Any
 
 
 @pytest.mark.parametrize("command", ["prepare", "pretrain", "launch", "bench"])
-def test_an_unknown_key_is_refused_without_torch(command: str, config: Path) -> None:
+def test_an_unknown_key_is_refused_without_torch(
+    check_refused: Check, command: str, config: Path
+) -> None:
     check_refused("unknown key nonsense", command, config)
 
 
 @pytest.mark.parametrize("folder", ["none", "."], ids=["missing", "no run"])
 @pytest.mark.parametrize("command", ["export", "replay", "evaluate"])
 def test_a_folder_that_is_no_run_is_refused_without_torch(
-    command: str, folder: str, config: Path, shards: Path
+    check_refused: Check, command: str, folder: str, config: Path, shards: Path
 ) -> None:
     run = config.parent / folder
     rest = {"export": [run / "out"], "replay": ["--step", "1"], "evaluate": [shards]}[command]
@@ -63,7 +103,9 @@ def test_a_folder_that_is_no_run_is_refused_without_torch(
     check_refused(f"{run}: {missing}", command, run, *rest)
 
 
-def test_missing_shards_are_refused_without_torch(trained: Path, tmp_path: Path) -> None:
+def test_missing_shards_are_refused_without_torch(
+    check_refused: Check, trained: Path, tmp_path: Path
+) -> None:
     message = f"{tmp_path} holds no finished shards"
     check_refused(message, "evaluate", trained, tmp_path)
     check_refused(message, "replay", trained, "--step", "1", "--shards", tmp_path)
@@ -73,7 +115,7 @@ def test_missing_shards_are_refused_without_torch(trained: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "a b"], ids=["unreachable", "no name"])
 def test_a_model_that_is_nowhere_is_refused_without_torch(
-    name: str, shards: Path, tmp_path: Path
+    check_refused: Check, name: str, shards: Path, tmp_path: Path
 ) -> None:
     config = tmp_path / "run.yaml"
     values = {"output": str(tmp_path / "out"), "shards": str(shards), "teacher": name}
@@ -87,7 +129,10 @@ def test_a_model_that_is_nowhere_is_refused_without_torch(
 
 
 def test_another_recipe_than_the_checkpoints_is_refused_without_torch(
-    shards: Path, tmp_path: Path, seal: Callable[[Path, Mapping[str, Any]], Path]
+    check_refused: Check,
+    shards: Path,
+    tmp_path: Path,
+    seal: Callable[[Path, Mapping[str, Any]], Path],
 ) -> None:
     teacher = tmp_path / "teacher"
     teacher.mkdir()
@@ -108,7 +153,7 @@ def test_another_recipe_than_the_checkpoints_is_refused_without_torch(
 
 
 def test_a_missing_teacher_is_refused_without_torch(
-    trained: Path, shards: Path, tmp_path: Path
+    check_refused: Check, trained: Path, shards: Path, tmp_path: Path
 ) -> None:
     teacher = tmp_path / "none"
     message = f"teacher {teacher}: there is no {teacher / 'config.json'}; check the path"
@@ -119,7 +164,9 @@ def test_a_missing_teacher_is_refused_without_torch(
 
 
 @pytest.mark.parametrize("command", ["pretrain", "launch"])
-def test_a_batch_that_does_not_divide_is_refused_without_torch(command: str, shards: Path) -> None:
+def test_a_batch_that_does_not_divide_is_refused_without_torch(
+    check_refused: Check, command: str, shards: Path
+) -> None:
     settings = [
         f"shards={shards}",
         "teacher=a/hub-name",
@@ -130,16 +177,18 @@ def test_a_batch_that_does_not_divide_is_refused_without_torch(command: str, sha
     check_refused(message, command, "shipped:demo.yaml", *settings)
 
 
-def test_an_unknown_preset_is_refused_without_torch() -> None:
+def test_an_unknown_preset_is_refused_without_torch(check_refused: Check) -> None:
     message = "--hardware nonsense: not known: one of cpu"
     check_refused(message, "launch", "shipped:demo.yaml", "--hardware", "nonsense")
 
 
-def test_a_bad_step_is_refused_without_torch(trained: Path) -> None:
+def test_a_bad_step_is_refused_without_torch(check_refused: Check, trained: Path) -> None:
     message = "has steps 1 to 5, as its log counts them, not 6"
     check_refused(message, "replay", trained, "--step", "6")
 
 
-def test_a_bad_target_or_repository_is_refused_without_torch(trained: Path) -> None:
+def test_a_bad_target_or_repository_is_refused_without_torch(
+    check_refused: Check, trained: Path
+) -> None:
     check_refused("already there", "export", trained, trained)
     check_refused("not NAME or OWNER/NAME", "export", trained, trained / "out", "--push", "a/b/c")

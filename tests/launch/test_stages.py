@@ -4,13 +4,15 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from launch.stages.stage import version_of
 
 Distil = Callable[..., Any]
 
@@ -197,3 +199,25 @@ def test_two_names_of_one_folder_and_a_missing_tokenizer_are_refused(
     recipe["runs"][0]["tokenizer"] = "nowhere/tokenizer.json"
     code, _, err = distil("recipe", write(recipe), "--dry-run")
     assert code == 2 and "no such tokenizer file" in err and not Path("runs").exists()
+
+
+def test_two_checkpoints_are_two_versions(
+    tmp_path: Path, seal: Callable[[Path, Mapping[str, Any]], Path]
+) -> None:
+    """Their manifests have one length, so only their content tells them apart."""
+    folders = [seal(tmp_path / name, {"step": 3, "loss": name}) for name in ("a", "b")]
+    sizes = {(folder / "manifest.json").stat().st_size for folder in folders}
+    assert len(sizes) == 1
+    assert version_of(str(tmp_path / "a")) != version_of(str(tmp_path / "b"))
+
+
+def test_an_export_that_cannot_be_measured_is_refused_before_the_first_stage(
+    distil: Distil, recipe: dict[str, Any], save_teacher: Callable[..., Path]
+) -> None:
+    save_teacher(Path("finished"))
+    recipe["runs"][1:] = [
+        {"stage": "export", "output": "exported", "run": "finished", "int8": True}
+    ]
+    code, _, err = distil("recipe", write(recipe))
+    assert code == 2 and "give --data SHARDS" in err
+    assert not Path("runs").exists() and not Path("exported").exists()

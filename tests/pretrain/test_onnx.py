@@ -398,6 +398,21 @@ def test_a_file_that_is_not_good_enough_is_refused(tmp_path: Path) -> None:
     assert len(said) == 1 + len(groups_of(onnx.load(source)))
 
 
+def test_the_figure_of_a_file_is_that_of_all_rows(one_layer: Path, tmp_path: Path) -> None:
+    class Parts(Fixed):
+        of_part = 0.5
+
+        def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
+            value, agreement = super().measure(file, part=part)
+            return value - 0.5 * part, agreement
+
+    quality = Parts(one_layer)
+    options: dict[str, Any] = {"reduce_range": True, "max_drop": 0.1, "say": pytest.fail}
+    found = search(one_layer, tmp_path / "int8.onnx", quality, {}, **options)
+    assert found.value == quality.measure(tmp_path / "int8.onnx")[0]
+    assert found.drop == quality.of_all - found.value
+
+
 @pytest.fixture(scope="module")
 def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the file of a BERT of one layer."""

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -71,3 +72,22 @@ def test_a_broken_connection_to_a_worker_is_a_crash(
     ):
         raise kind(104, "Connection reset by peer")
     assert verdict(error.value)[0] == ExitCode.BUG
+
+
+def test_the_cause_that_arrives_after_a_broken_connection_is_raised(dataset: StepDataset) -> None:
+    """torch's handler of SIGCHLD names the dead worker, some time after its connection broke."""
+
+    def died(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    before = signal.signal(signal.SIGALRM, died)
+    try:
+        with (
+            pytest.raises(RuntimeError, match=r"worker \(pid 7\) is killed"),
+            explained_workers(dataset.shards),
+        ):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            raise ConnectionResetError(104, "Connection reset by peer")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -228,3 +228,12 @@ def test_a_run_that_was_taken_over_commits_nothing_and_raises(root: Path) -> Non
     with pytest.raises(RunError, match="took over"):
         tiny_run.save(to, 4, wait=False)
     assert tiny_run.names(root) == ["latest", "step-00000001"]
+
+
+def test_a_closed_writer_leaves_no_thread(root: Path) -> None:
+    before = {*threading.enumerate()}
+    writer = tiny_run.writer(root)
+    tiny_run.save(writer, 1, wait=False)
+    assert {*threading.enumerate()} > before
+    writer.close()
+    assert {*threading.enumerate()} <= before
