@@ -46,6 +46,7 @@ for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME"):
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from support import warm  # noqa: E402, F401  (it keeps this environment)
 
 torch.set_num_threads(1)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from scipy import stats
+from support import warm
 from support.processes import in_a_process, wait_until
 
 from data_prep.disk import lock
@@ -35,6 +36,7 @@ def recipe(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     """Return a recipe of two tiny teachers, and of two students of each; one thread each."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "executable", warm.python())  # of the runs that a sweep starts
     return recipe_of(shards)
 
 
