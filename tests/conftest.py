@@ -46,7 +46,7 @@ for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME"):
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from support import warm  # noqa: E402, F401  (it keeps this environment)
+from support import warm  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -92,7 +92,8 @@ def distil(
     """Return a function that runs `distil` with its arguments in this process.
 
     A process of its own takes seconds to import torch. Use one only for what needs it: kills,
-    signals, limits, other working directories, and what is imported.
+    signals, limits, other working directories, and what is imported. Processes that the command
+    starts are forked, see `support.warm`.
     """
     from launch.cli import main
 
@@ -101,6 +102,7 @@ def distil(
         before = dict(os.environ)
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
             patch.setattr(sys, "argv", ["distil", *map(str, arguments)])
+            patch.setattr(sys, "executable", warm.python())
             main()
         _restore(before)
         return Ended(int(ended.value.code or 0), *capsys.readouterr())

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.preparing import SMALL, contents, flip_bit, unit_times
 
 from data_prep import CorpusError
@@ -39,16 +39,17 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+def start(tmp_path: Path) -> Callable[..., warm.Process]:
     """Return a function that starts `prepare` of a config in a process group of its own."""
     script = tmp_path / "run.py"
     script.write_text(RUN)
 
-    def begin(config: CorpusConfig, *arguments: object) -> subprocess.Popen[bytes]:
+    def begin(config: CorpusConfig, *arguments: object) -> warm.Process:
         (tmp_path / "config.json").write_text(config.model_dump_json())
-        return subprocess.Popen(
-            [sys.executable, script, tmp_path / "config.json", *map(str, arguments)],
-            start_new_session=True,
+        return warm.Process(
+            script,
+            tmp_path / "config.json",
+            *arguments,
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
             stderr=subprocess.DEVNULL,
         )
@@ -98,7 +99,7 @@ def test_killed_runs_resume_with_identical_bytes(
             seen = state
             time.sleep(0.001)
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.real, signal.SIGKILL)
             kills += 1
         process.wait()
         if (config.output / "manifest.json").exists():

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support import warm
 from support.preparing import SMALL, contents, flip_bit
 from support.processes import ROOT
 
@@ -89,17 +88,15 @@ def test_a_run_that_is_killed_continues(
     config = make("killed", workers=2)
     (tmp_path / "run.py").write_text(RUN, encoding="utf-8")
     (tmp_path / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
-    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "config.json")]
+    command = [tmp_path / "run.py", tmp_path / "config.json"]
     store, kept = tmp_path / "store", dict[str, int]()
     for records in (2, 8):  # while documents are extracted, and later
-        process = subprocess.Popen(
-            command, start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-        )
-        end = time.monotonic() + 120
+        process = warm.Process(*command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        end = time.monotonic() + 600
         while len(found := _records(store)) < records:
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.001)
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.real, signal.SIGKILL)
         process.wait()
         assert {name: found[name] for name in kept} == kept  # what was finished is not made again
         kept = found

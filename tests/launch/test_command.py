@@ -16,6 +16,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
 from pydantic import ValidationError
+from support import warm
 from support.processes import ROOT, assert_refused, finished, outside_slurm, programs
 
 from data_prep.disk import lock
@@ -264,7 +265,8 @@ def test_a_dry_run_of_several_nodes_shows_each(distil: Distil, run: Path) -> Non
     options = ("launch", run, "--hardware", "cpu", "--gpus", 2, "--nodes", 2, "--dry-run")
     code, out, _ = distil(*options, "--head", "[::1]:4711")
     assert code == 0
-    lines = [shlex.split(line, comments=True) for line in out.splitlines()]
+    shown = out.replace(warm.python(), sys.executable)
+    lines = [shlex.split(line, comments=True) for line in shown.splitlines()]
     commands = [line[line.index(sys.executable) :] for line in lines if line]
     arguments = [str(run), "train.precision=fp32", "train.micro_batch_size=8"]
     assert commands == [

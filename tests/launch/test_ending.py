@@ -18,13 +18,14 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import warm
 from support.processes import file_size_limit, wait_until
 
 from launch.console import keep_going
 from pretrain.monitor.status import read_status
 
-LIMIT = 60  # seconds from the failure to the end
-START = 240  # seconds for a process to start on a busy machine
+LIMIT = 600  # seconds from the failure to the end
+START = 600  # seconds for a process to start on a busy machine
 MANY = "train.max_steps=100000"
 
 # Start `distil` with something else to do before each micro-batch.
@@ -53,15 +54,23 @@ class Training:
         *arguments: str,
         command: str = "pretrain",
         code: str = "",
+        new: bool = False,
         prefix: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self.screen, self.output = run.parent / "screen", run.parent / "out"
-        python = [sys.executable, *(["-c", code] if code else ["-m", "launch"])]
-        argv = [*prefix, *python, command, str(run), "train.num_workers=1", *arguments]
+        program = ["-c", code] if code else ["-m", "launch"]
+        argv = [*program, command, str(run), "train.num_workers=1", *arguments]
+        self.process: subprocess.Popen[Any]
         with self.screen.open("wb") as file:
             options = {"stdout": file, "stderr": file, **options}
-            self.process = subprocess.Popen(argv, start_new_session=True, **options)
+            if new:
+                argv = [*prefix, sys.executable, *argv]
+                self.process = subprocess.Popen(argv, start_new_session=True, **options)
+                self.pid = self.process.pid
+            else:
+                self.process = warm.Process(*argv, **options)
+                self.pid = self.process.real
 
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Wait until something is true; assert that the process is alive before."""
@@ -96,14 +105,14 @@ class Training:
         found = []
         for process in psutil.process_iter():
             with suppress(ProcessLookupError, psutil.Error):
-                ours = os.getsid(process.pid) == self.process.pid
+                ours = os.getsid(process.pid) == self.pid
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
     def worker(self) -> psutil.Process:
         """Return its loader worker."""
-        (found,) = psutil.Process(self.process.pid).children()
+        (found,) = psutil.Process(self.pid).children()
         return found
 
 
@@ -130,7 +139,7 @@ def start(run: Path) -> Iterator[Start]:
 
 def test_a_full_disk_at_the_last_save_ends_the_process(start: Start) -> None:
     limit = file_size_limit(24)
-    training = start(MANY, "--stop-after", "4", prefix=limit, until="error: ")
+    training = start(MANY, "--stop-after", "4", prefix=limit, new=True, until="error: ")
     assert training.code() == 2
     assert "step-00000004: File too large" in training.said()
 
@@ -144,7 +153,7 @@ def test_out_of_memory_ends_the_process(start: Start) -> None:
 
 @pytest.mark.slow
 def test_sigterm_on_a_full_disk_ends_the_process(start: Start) -> None:
-    training = start(MANY, prefix=file_size_limit(24), until="step 4/")
+    training = start(MANY, prefix=file_size_limit(24), new=True, until="step 4/")
     training.process.send_signal(signal.SIGTERM)
     training.until("error: ")
     assert training.code() == 2
@@ -248,8 +257,8 @@ def test_a_tmpdir_too_long_for_a_worker_s_sockets_is_refused(
 def test_a_signal_while_libraries_are_read_ends_with_75(
     start: Start, command: str, number: signal.Signals
 ) -> None:
-    training = start(MANY, command=command)
-    libraries = Path(f"/proc/{training.process.pid}/maps")
+    training = start(MANY, command=command, new=True)
+    libraries = Path(f"/proc/{training.pid}/maps")
     training.wait_for(lambda: "libtorch" in libraries.read_text())
     assert training.code_after(number) == 75
     said = "stopped before training had begun; the same command starts it\n"
@@ -258,7 +267,7 @@ def test_a_signal_while_libraries_are_read_ends_with_75(
 
 
 def test_a_signal_while_inputs_are_read_ends_with_75(start: Start) -> None:
-    training = start(MANY)
+    training = start(MANY, new=True)  # a forked one reads them in no time
     training.wait_for(training.output.exists)  # made for the lock
     assert training.code_after(signal.SIGTERM) == 75
     assert not (training.output / "checkpoints").exists()
@@ -293,7 +302,7 @@ def test_a_closed_terminal_saves_the_run(start: Start) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if these tests run under nohup
 
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    training = start(MANY, preexec_fn=controlled, **streams)
+    training = start(MANY, new=True, preexec_fn=controlled, **streams)
     os.close(theirs)
     seen = b""
     while b"step 3/" not in seen:

@@ -3,13 +3,13 @@
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support import warm
 from support.processes import assert_refused, wait_until
 
 Distil = Callable[..., Any]
@@ -79,12 +79,12 @@ def test_sizes_of_the_last_run_are_checked_before_the_first_trains(
 
 @pytest.mark.slow
 def test_an_interrupted_recipe_continues(distil: Distil, recipe: Path) -> None:
-    argv = [sys.executable, "-m", "launch", "recipe", str(recipe), "runs.0.train.max_steps=300"]
-    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as process:
+    argv = ("-m", "launch", "recipe", recipe, "runs.0.train.max_steps=300")
+    with warm.Process(*argv, stdout=subprocess.DEVNULL) as process:
         log = recipe.parent / "teacher" / "metrics.jsonl"
         wait_until(log.exists, lambda: "no step was made", alive=lambda: process.poll() is None)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=240) == 75
+        assert process.wait(timeout=600) == 75
     assert not (recipe.parent / "student").exists()
     assert distil("recipe", recipe, "runs.0.train.max_steps=300").code == 0
     assert ends(recipe.parent) == [("finished", 2), ("finished", 300)]

@@ -3,13 +3,13 @@
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support import warm
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from launch.stages.stage import version_of
@@ -137,8 +137,9 @@ def test_a_signal_in_the_corpus_ends_with_75_and_the_same_command_continues(
     recipe: dict[str, Any],
 ) -> None:
     recipe["runs"][0]["sources"][0] |= {"packages": ["python", "pandas"], "max_megabytes": 4}
-    command = [sys.executable, "-m", "launch", "recipe", write(recipe)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = ("-m", "launch", "recipe", write(recipe))
+    screen = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = warm.Process(*command, **screen)
     assert process.stdout is not None
     shown = ""
     while "extract  0.0 of " not in shown:

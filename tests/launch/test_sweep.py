@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ def recipe(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     """Return a recipe of two tiny teachers, and of two students of each; one thread each."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "executable", warm.python())  # of the runs that a sweep starts
     return recipe_of(shards)
 
 
@@ -271,13 +269,13 @@ def test_an_interrupted_sweep_continues_to_the_same_figures(
     expected = {path.parent.name: last_figures(str(path.parent)) for path in Path().glob("*/m*l")}
 
     recipe["runs"][0]["output"] = "again"
-    argv = [sys.executable, "-m", "launch", "recipe", write(recipe)]
-    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as process:
+    argv = ("-m", "launch", "recipe", write(recipe))
+    with warm.Process(*argv, stdout=subprocess.DEVNULL) as process:
         logs = [Path(f"again-seed{seed}/metrics.jsonl") for seed in (0, 1)]
         started = lambda: all(log.exists() and log.stat().st_size for log in logs)  # noqa: E731
         wait_until(started, lambda: "no step was made", alive=lambda: process.poll() is None)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=240) == 75
+        assert process.wait(timeout=600) == 75
     assert not [*Path().glob("again-*/result.json")] and not Path("again/table.csv").exists()
     code, out, _ = distil("recipe", "recipe.yaml")
     assert code == 0 and "2 of 2 runs to train" in out

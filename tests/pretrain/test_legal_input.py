@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from safetensors.torch import load_file
+from support import warm
 from support.processes import wait_until
 from support.runs import RECIPE, history, refused, start, step_folder, write_yaml
 from support.tiny import VOCAB_SIZE, as_teacher, save_teacher, tiny_bert
@@ -129,8 +128,8 @@ def training(tmp_path: Path, teacher_folder: Path, run_config: Settings) -> Iter
     values["train"] |= {"max_steps": 100_000, "global_batch_size": 64}  # steps take a while
     log = tmp_path / "busy.log"
     with log.open("wb") as file:
-        argv = [sys.executable, "-m", "launch", "pretrain", str(write_yaml(values))]
-        process = subprocess.Popen(argv, stdout=file, stderr=file)
+        arguments = ("-m", "launch", "pretrain", write_yaml(values))
+        process = warm.Process(*arguments, stdout=file, stderr=file)
     try:
         latest = Path(values["output"]) / "checkpoints" / "latest"
         wait_until(latest.exists, log.read_text, alive=lambda: process.poll() is None)

@@ -291,7 +291,7 @@ def test_in_a_process_of_its_own(tmp_path: Path, values: Values, canary: Path) -
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     said = refusal((result.returncode, result.stderr))
     assert "tokenizer_config.json holds 'auto_map'" in said

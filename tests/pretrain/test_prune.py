@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from scipy import stats
-from support import task_data
+from support import task_data, warm
 from support.processes import finished
 from support.shipped import CONFIGS
 from support.tiny import save_teacher
@@ -471,10 +470,10 @@ def test_a_killed_stage_is_made_by_the_same_command(
     ):
         program = f"import os, sys\ndef end(*_, **__): os._exit(9)\n{moment}\n"
         program += f"sys.argv[1:] = ['recipe', {str(path)!r}]\nfrom launch.cli import main\nmain()"
-        ended = finished(sys.executable, "-c", program)
+        ended = finished(warm.python(), "-c", program)
         assert ended.returncode == 9, ended.stdout + ended.stderr
         assert not Path("small").exists()
-    ended = finished(sys.executable, "-m", "launch", "recipe", str(path))
+    ended = finished(warm.python(), "-m", "launch", "recipe", path)
     assert ended.returncode == 0 and Path("small/prune.json").is_file(), ended.stderr
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 

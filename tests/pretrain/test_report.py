@@ -9,7 +9,6 @@ import signal
 import socket
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
+from support import warm
 from support.runs import RECIPE, start, step_folder
 
 from data_prep.messages import duration
@@ -120,15 +120,15 @@ def test_a_running_and_a_killed_run_are_told_apart(
     run, file = tmp_path / "run", tmp_path / "run.yaml"
     values = run_config(run, teacher_folder, **(RECIPE | {"train": LONG}))
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    command = [sys.executable, "-m", "launch", "pretrain", str(file)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = warm.Process("-m", "launch", "pretrain", file, **quiet)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 600
         while not (run / "metrics.jsonl").exists() or len(report(run).trained) < 3:
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         joined = " ".join(" ".join(shown(distil, run)).split())
-        assert f"running (host {socket.gethostname()}, pid {process.pid})" in joined
+        assert f"running (host {socket.gethostname()}, pid {process.real})" in joined
         assert "of 100,000" in joined and " left" in joined
     finally:
         process.send_signal(signal.SIGKILL)
@@ -140,13 +140,13 @@ def test_a_run_that_has_not_begun_is_waited_for(
     tmp_path: Path, teacher_folder: Path, run_config: Settings, distil: Any
 ) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "launch", "report", str(run), "--watch"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = ("-m", "launch", "report", run, "--watch")
+    process = warm.Process(*command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert "has not begun; waiting" in process.stdout.readline()
         start(run_config(run, teacher_folder, **SIX))
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=600)
         assert process.returncode == 0 and "step 6 of 6" in out
     finally:
         process.kill()

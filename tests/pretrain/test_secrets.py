@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support import warm
 from support.runs import write_yaml
 from support.tiny import save_teacher, tiny_distilbert
 
@@ -107,10 +107,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
         )
         return str(write_yaml(values))
 
-    def start(log: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(log: str, *arguments: str) -> warm.Process:
         with (folder / log).open("wb") as file:
-            return subprocess.Popen(
-                [sys.executable, *arguments],
+            return warm.Process(
+                *arguments,
                 env=os.environ | environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -122,7 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
     others = start("failing.log", "-c", FAILING, *failing)
     try:
         while first.poll() is None:
-            heard |= listeners(first.pid)
+            heard |= listeners(first.real)
             time.sleep(0.05)
         (folder / "heard").write_text("\n".join(heard), encoding="utf-8")
         assert first.returncode == 0, (folder / "log").read_text(encoding="utf-8")
@@ -130,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
             for name, value in environment.items():
                 patch.setenv(name, value)
             export(folder / "finished", folder / "exported", pytest.fail)
-        assert others.wait(240) == 0
+        assert others.wait(600) == 0
     finally:
         first.kill()
         others.kill()

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import rank_work, ranks, runs, task_data
+from support import rank_work, ranks, runs, task_data, warm
 from support.families import build
 from support.processes import ROOT
 from support.results import losses
@@ -40,7 +39,7 @@ from pretrain.model_config import Student
 from pretrain.objectives.finetune import loss_of_labels
 from pretrain.objectives.kd import soft_term
 from pretrain.scores import evaluate_tasks
-from pretrain.tasks.labelled import OUTPUTS, LabelledRows, task_head_of
+from pretrain.tasks.labelled import OUTPUTS, LabelledRows, logits_by, task_head_of
 from pretrain.tasks.prediction import predict
 
 KINDS = ("classification", "regression", "token_classification", "question_answering")
@@ -270,6 +269,22 @@ def soft(s: Any, mask: Any, temperature: float, **labels: Any) -> float:
     ours = Encoded(nothing, {}, torch.from_numpy(s))
     term = soft_term(1.0, temperature)
     return term.total(ours, None, batch, torch.nn.ModuleDict()).item()
+
+
+def test_a_teachers_logits_are_fp32_where_its_encoder_is_not() -> None:
+    config = build("bert").config
+    head = TaskHead(config, "score").eval()
+    torch.manual_seed(0)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.randn(1, 6, config.hidden_size).bfloat16()
+    places, nothing = torch.tensor([[0, 1, 2], [3, 4, -1]]), torch.zeros(0)
+    batch = Batch(nothing, nothing, 0, {PLACES: places}, {}, np.zeros((0, 2), np.int64))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits_by(head)(Encoded(hidden, {}, None), batch)["teacher_logits"]
+    with torch.no_grad():
+        expected = head(*apart(hidden.float(), places))
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 
 # Distillation
@@ -502,12 +517,8 @@ def test_a_killed_run_continues_with_its_head(tmp_path: Path) -> None:
     killed = {**whole, "output": str(tmp_path / "killed")}
     runs.start(whole)
     path = runs.write_yaml(killed)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch", "pretrain", str(path)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = warm.Process("-m", "launch", "pretrain", path, cwd=ROOT, **quiet)
     folder = Path(killed["output"]) / "checkpoints"
     while process.poll() is None and not list(folder.glob("step-*/manifest.json")):
         time.sleep(0.005)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.runs import history, start, write_yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
@@ -90,7 +91,7 @@ def test_wandb_without_a_key_is_refused_before_the_run_begins(
     ours = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | ours
     command = [sys.executable, "-m", "launch", "pretrain", str(write_yaml(values))]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.splitlines()[-1]
     assert "error: logging.trackers: wandb: No API key" in last and "WANDB_MODE=offline" in last
@@ -104,11 +105,11 @@ def test_wandb_without_a_key_is_refused_before_the_run_begins(
 
 def test_a_run_in_one_process_keeps_what_it_says(values: dict[str, Any]) -> None:
     values["logging"]["trackers"] = []
-    command = [sys.executable, "-m", "launch", "pretrain", str(write_yaml(values))]
+    command = [warm.python(), "-m", "launch", "pretrain", str(write_yaml(values))]
     command += ["slurm.setup=[export KEY=canary]"]  # of a job: no file of the run keeps it
 
     def distil(*options: str) -> list[str]:
-        ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+        ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
         assert ended.returncode == 0, ended.stderr
         return [line for line in ended.stdout.splitlines() if not line.startswith("config: ")]
 

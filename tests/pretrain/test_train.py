@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import rank_work, ranks
+from support import rank_work, ranks, warm
 from support.results import difference, history, weights
 from support.runs import start as run
 from support.runs import step_folder, write_yaml
@@ -66,14 +65,14 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def command(values: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "launch", "pretrain", str(write_yaml(values))]
+    return [warm.python(), "-m", "launch", "pretrain", str(write_yaml(values))]
 
 
-def started(values: dict[str, Any], until: int) -> subprocess.Popen[bytes]:
+def started(values: dict[str, Any], until: int) -> warm.Process:
     """Start a run in a session of its own; return it when it has logged the step `until`."""
-    process = subprocess.Popen(command(values), start_new_session=True)
+    process = warm.Process(*command(values)[1:])
     log = Path(values["output"]) / "metrics.jsonl"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if any(entry["step"] >= until for entry in metrics.read_metrics(log)):
             break
@@ -134,8 +133,8 @@ def test_sigterm_saves_and_the_same_command_continues(settings: Settings) -> Non
     # To the whole group, as torchrun and schedulers send it: the loader's worker gets it too.
     disturbed["train"] |= {"num_workers": 1}
     process = started(disturbed, until=3)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(240) == 75
+    os.killpg(process.real, signal.SIGTERM)
+    assert process.wait(600) == 75
     saved = checkpoint.newest(Path(disturbed["output"]) / "checkpoints", pytest.fail)
     assert saved is not None and 0 < saved.step < 60
 
@@ -150,7 +149,7 @@ def test_a_killed_run_loses_only_steps_after_its_checkpoint(settings: Settings) 
     run(killed, stop_after=5)
     process = started(settings("killed", checkpoint={"every": 0}), until=6)
     process.kill()
-    process.wait(240)
+    process.wait(600)
     run(killed)
     assert_same_run(undisturbed, killed)
 
@@ -308,7 +307,7 @@ def test_a_full_disk_loses_no_checkpoint(settings: Settings) -> None:
         ["bash", "-c", 'ulimit -f 40; exec "$@"', "-", *command(values)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr and "checkpoints" in result.stderr

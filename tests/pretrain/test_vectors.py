@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.numpy import load_file
+from support import warm
 from support.processes import ROOT, wait_until
 from support.runs import RECIPE, refused, start
 from support.tiny import VOCABULARY, tiny_bert
@@ -237,11 +237,10 @@ makers.FromModel.__call__ = slow
 app(["vectors", *sys.argv[1:]])
 """
 
-    def begin(wait: float, output: str) -> subprocess.Popen[bytes]:
+    def begin(wait: float, output: str) -> warm.Process:
         arguments = [str(shards), "--model", str(folder), "--output", output]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "WAIT": str(wait)}
-        command = [sys.executable, "-c", program, *arguments]
-        return subprocess.Popen(command, cwd=tmp_path, env=environment)
+        return warm.Process("-c", program, *arguments, cwd=tmp_path, env=environment)
 
     process = begin(1.0, "v.st")
     progress = tmp_path / "v.st.progress"
@@ -254,8 +253,8 @@ app(["vectors", *sys.argv[1:]])
     process.wait()
     assert not (tmp_path / "v.st").exists()
     before = json.loads(progress.read_bytes())["units"]
-    assert begin(0.0, "v.st").wait(240) == 0
-    assert begin(0.0, "whole.st").wait(240) == 0
+    assert begin(0.0, "v.st").wait(600) == 0
+    assert begin(0.0, "whole.st").wait(600) == 0
     assert len(before) >= 2
     assert (tmp_path / "v.st").read_bytes() == (tmp_path / "whole.st").read_bytes()
 

@@ -1,7 +1,7 @@
 """Measure what each test costs: time, CPU time of its own and of children, processes, fixtures.
 
 Every session prints its slowest tests. With DISTIL_TEST_COSTS=FILE it also writes all costs there
-as JSON lines.
+as JSON lines, which `python benchmarks/test_costs.py FILE` turns into tables by file and by kind.
 CPU time is compared on a usual machine's scale: it is divided by the time of a loop of 10^7
 additions over that loop's usual 0.6 s.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 
 FOLDER = "DISTIL_TEST_COSTS_FOLDER"
 SHOWN = 60  # tests in the table
@@ -68,7 +69,7 @@ class Costs:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.started, self.fixtures = 0, {}
-        wall, before = time.perf_counter(), os.times()
+        wall, before, forked = time.perf_counter(), os.times(), warm.cpu_seconds()
         result = yield
         after = os.times()
         line = {
@@ -80,7 +81,9 @@ class Costs:
                 after.children_user
                 + after.children_system
                 - before.children_user
-                - before.children_system,
+                - before.children_system
+                + warm.cpu_seconds()
+                - forked,
                 2,
             ),
             "processes": self.started,

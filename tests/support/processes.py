@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from support import warm
+
 ROOT = Path(__file__).parents[2]
 DISTIL = f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'  # a script for `programs`
 
@@ -16,7 +18,7 @@ def finished(
     *command: object, environment: dict[str, str] | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, with these changes to the environment."""
-    options = {"timeout": 240, "env": os.environ | (environment or {}), **options}
+    options = {"timeout": 600, "env": os.environ | (environment or {}), **options}
     argv = [str(word) for word in command]
     return subprocess.run(argv, capture_output=True, text=True, check=False, **options)
 
@@ -27,10 +29,14 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
 
 
 def in_a_process(
-    *arguments: object, prefix: Sequence[str] = (), **options: Any
+    *arguments: object, prefix: Sequence[str] = (), new: bool = False, **options: Any
 ) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of `distil`, run by the command in `prefix`."""
-    done = finished(*prefix, sys.executable, "-m", "launch", *arguments, **options)
+    """Return exit code, stdout and stderr of `distil`, run by the command in `prefix`.
+
+    The process is forked, see `support.warm`, unless it must be `new`.
+    """
+    program = sys.executable if new else warm.python()
+    done = finished(*prefix, program, "-m", "launch", *arguments, **options)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -42,7 +48,7 @@ def file_size_limit(kib: int) -> list[str]:
 def wait_until(
     done: Callable[[], object],
     state: Callable[[], object],
-    limit: float = 240,
+    limit: float = 600,
     alive: Callable[[], bool] = lambda: True,
 ) -> None:
     """Wait until `done`; fail with the state after `limit` seconds, or if nothing is `alive`."""

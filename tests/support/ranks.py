@@ -6,7 +6,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -36,9 +35,10 @@ def start(
     environment: Mapping[str, str] | None = None,
 ) -> list[BaseProcess]:
     """Start `world` ranks that run `work`, a function of the module `rank_work`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from torch.distributed import TCPStore
+
+    # Ranks meet at this process's store. A port that is bound, closed and used again may be taken.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(world):
         variables = {
@@ -47,13 +47,15 @@ def start(
             "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": world,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "OMP_NUM_THREADS": 1,
             **(environment or {}),
         }
         process = _FORKS.Process(target=_run, args=(variables, work, arguments))
         process.start()
+        process.store = store  # type: ignore[attr-defined]  # which lives as long
         processes.append(process)
     return processes
 

@@ -46,6 +46,7 @@ class Process(subprocess.Popen[Any]):
     """Run the program with arguments; signals reach the forked process itself."""
 
     def __init__(self, *arguments: object, **options: Any) -> None:
+        options = {"start_new_session": True, **options}
         super().__init__([python(), *map(str, arguments)], **options)
 
     @property

@@ -22,9 +22,11 @@ DEFAULTS = {
 }
 # Variables with these beginnings are read when libraries are imported or the interpreter starts.
 READ_AT_START = ("HF_", "HUGGING", "TRANSFORMERS_", "TORCH", "PYT", "OMP_", "GOMP_", "MKL_", "KMP_")
-READ_AT_START += ("OPENBLAS", "LD_", "LC_", "LANG", "HOME", "XDG_", "CUDA", "TRITON")
-READ_AT_START += ("TOKENIZERS", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM")
-FOLLOWED = ("PYTHONSAFEPATH", "PYTEST_", "PYTORCH_ALLOC_CONF", "TORCHELASTIC_")  # not at import
+READ_AT_START += ("OPENBLAS", "LD_", "LC_", "LANG", "HOME", "XDG_", "TRITON")
+READ_AT_START += ("TOKENIZERS", "NO_COLOR", "FORCE_COLOR", "TERM")
+# Read later, or set by an import.
+FOLLOWED = ("PYTHONSAFEPATH", "PYTEST_", "PYTORCH_", "TORCHELASTIC_", "TORCH_DISABLE_SHARE")
+FOLLOWED += ("KMP_DUPLICATE", "KMP_INIT")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 
 

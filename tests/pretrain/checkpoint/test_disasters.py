@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from support import warm
 
 ROOT = Path(__file__).parents[3]
 MEMORY = Path("/dev/shm")  # flushing takes no time there, and a killed process proves nothing of it
@@ -45,11 +45,11 @@ def disasters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disasters]:
             prefix = ("unshare", "--mount") if kind == "full disks" else ()
             program = ROOT / "tests" / "support" / "disasters.py"
             result = subprocess.run(
-                [*prefix, sys.executable, program, folder, str(every), *kinds],
+                [*prefix, warm.python(), program, folder, str(every), *kinds],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))},
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=600,
             )
             assert result.returncode == 0, result.stderr
             for name in kinds:
