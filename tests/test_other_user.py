@@ -53,14 +53,14 @@ def test_selected_tests_pass_for_an_unprivileged_user_with_system_python(folder:
     shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*unneeded))
     for path in [folder / "tree", *(folder / "tree").rglob("*")]:
         os.chown(path, USER, USER, follow_symlinks=False)
-    made = run(folder, system, "-m", "venv", "--without-pip", folder / "env", timeout=300)
+    made = run(folder, system, "-m", "venv", "--without-pip", folder / "env", timeout=600)
     if made.returncode:
         pytest.skip(f"{system} makes no environment: {made.stdout}{made.stderr}")
     packages = folder / "env" / "lib" / version / "site-packages"
     shared = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "shared.pth").write_text("\n".join([str(folder / "tree"), *shared]) + "\n")
     python = folder / "env" / "bin" / "python"
-    found = run(folder, python, "-c", "import pytest, torch, transformers", timeout=300)
+    found = run(folder, python, "-c", "import pytest, torch, transformers", timeout=600)
     if found.returncode:
         pytest.skip(f"user {USER} cannot read the packages: {found.stderr.splitlines()[-1:]}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from data_prep.shards import Manifest, load_manifest
 from launch.stage_keys import PruneKeys
@@ -19,7 +19,7 @@ class Prune(Written):
 
     keys = PruneKeys
     name, record = "prune", "prune.json"
-    places: ClassVar = Written.places | {"multiple_of"}
+    places: ClassVar[Any] = Written.places | {"multiple_of"}
 
     @property
     def title(self) -> str:

@@ -35,8 +35,8 @@ class Embedding(Objective):
     are in a file, see the key `vectors` of a run. With an existing file a run needs no teacher.
     """
 
-    tasks: ClassVar = ("embedding",)
-    defaults: ClassVar = {"masking": {"probability": 0.0}}
+    tasks: ClassVar[Any] = ("embedding",)
+    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
 
     name: Literal["embedding"] = "embedding"
     cosine: float = Field(1.0, ge=0, le=1e6)

@@ -13,7 +13,7 @@ Shapes: E examples of up to P tokens, C classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant, wide
 from pretrain.objectives.objective import Objective, Part
@@ -29,10 +29,10 @@ TASKS = ("classification", "token_classification", "question_answering")
 class FineTuning(Objective):
     """Train a model of `model:` on the labels of the shards."""
 
-    tasks: ClassVar = TASKS
+    tasks: ClassVar[Any] = TASKS
     needs_teacher: ClassVar[bool] = False
-    defaults: ClassVar = {"masking": {"probability": 0.0}}
-    parts: ClassVar = (Part("", 1.0, "the loss of the labels", "labelled", teacher=False),)
+    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    parts: ClassVar[Any] = (Part("", 1.0, "the loss of the labels", "labelled", teacher=False),)
 
     name: Literal["finetune"] = "finetune"
 

@@ -20,7 +20,7 @@ docs/papers/bert-insights.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,8 +40,8 @@ _EPSILON = 1e-5  # of the normalisation, as torch's
 class Insights(Objective):
     """Switch each loss on or off; `layers` has a layer of the teacher for each of the student's."""
 
-    tasks: ClassVar = ("classification",)
-    defaults: ClassVar = {"masking": {"probability": 0.0}}
+    tasks: ClassVar[Any] = ("classification",)
+    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
     reads_layers: ClassVar[bool] = True
 
     name: Literal["insights"] = "insights"

@@ -17,7 +17,7 @@ data: t = log q.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -38,8 +38,8 @@ class SoftLabels(Objective):
     have no head.
     """
 
-    tasks: ClassVar = TASKS
-    defaults: ClassVar = {"masking": {"probability": 0.0}}
+    tasks: ClassVar[Any] = TASKS
+    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
 
     name: Literal["kd"] = "kd"
     temperature: float = Field(2.0, gt=0, le=1000)

@@ -15,7 +15,7 @@ nor the LM head. They are trained with a downstream task.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,7 +44,7 @@ class MiniLM(Objective):
     """
 
     # The paper compares models on text without masks.
-    defaults: ClassVar = {"masking": {"probability": 0.0}}
+    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
 
     name: Literal["minilm"] = "minilm"
     version: Literal[1, 2] = 2

@@ -16,7 +16,7 @@ With C classes their code divides the KL by C as well: its alpha is `soft: alpha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -47,8 +47,8 @@ class PatientDistillation(Objective):
     but its last.
     """
 
-    tasks: ClassVar = ("classification",)
-    defaults: ClassVar = {"masking": {"probability": 0.0}}
+    tasks: ClassVar[Any] = ("classification",)
+    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
     reads_layers: ClassVar[bool] = True
 
     name: Literal["pkd"] = "pkd"

@@ -15,7 +15,7 @@ runs with it. The paper's student starts from the teacher's first layers: `stude
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -31,11 +31,11 @@ _REPLACING = 4  # this use of the seed; order, masking and dropout have other nu
 class Theseus(Objective):
     """Configure how likely the student's layers stand in for the teacher's."""
 
-    tasks: ClassVar = TASKS
-    defaults: ClassVar = {"masking": {"probability": 0.0}}
+    tasks: ClassVar[Any] = TASKS
+    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
     reads_layers: ClassVar[bool] = True
     replaces: ClassVar[bool] = True
-    parts: ClassVar = (Part("", 1.0, "the loss of the labels", "labelled", teacher=False),)
+    parts: ClassVar[Any] = (Part("", 1.0, "the loss of the labels", "labelled", teacher=False),)
 
     name: Literal["theseus"] = "theseus"
     schedule: Literal["linear", "constant"] = "linear"

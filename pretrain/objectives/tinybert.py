@@ -26,7 +26,7 @@ student's norm stays as it was initialised.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -51,8 +51,8 @@ class TinyBert(Objective):
     """
 
     # The paper compares models on text without masks.
-    defaults: ClassVar = {"masking": {"probability": 0.0}}
-    tasks: ClassVar = ("mlm", *TASKS)
+    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    tasks: ClassVar[Any] = ("mlm", *TASKS)
     reads_layers: ClassVar[bool] = True
     sums_layers: ClassVar[bool] = True
 

@@ -28,7 +28,7 @@ class LabelledTask(Task):
     """
 
     has_head: ClassVar[bool] = True
-    counts: ClassVar = ("tokens", "sequences", "labelled", "pairs")
+    counts: ClassVar[Any] = ("tokens", "sequences", "labelled", "pairs")
     kinds: ClassVar[tuple[str, ...]]  # of examples, as `distil prepare` names them
     pipeline: ClassVar[str]  # the hub's name of the task
 

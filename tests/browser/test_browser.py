@@ -96,7 +96,7 @@ def test_a_browser_computes_the_same_vectors(site: Any, tmp_path: Path) -> None:
         [*command, "--remote-debugging-port=0", url], stderr=subprocess.DEVNULL
     )
     try:
-        assert site.answered.wait(240), "the page sent no answer"
+        assert site.answered.wait(600), "the page sent no answer"
     finally:
         browser.terminate()
         browser.wait()

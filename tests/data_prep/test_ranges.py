@@ -320,13 +320,17 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, counted]]:
         server.stop()
 
 
-def test_s3_moves_each_byte_about_once(tmp_path: Path, s3: tuple[Any, counted]) -> None:
+def test_s3_moves_each_byte_about_once(
+    tmp_path: Path, s3: tuple[Any, counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "BLOCK", ranges.BLOCK // 8)
     bucket, proxy = s3
-    data = texts(28_000)
+    data = texts(3_500)
     bucket.put_object(Key="texts/a.txt", Body=data)
-    manifest = prepare(corpus(tmp_path / "remote", "s3://bucket/texts/"))
+    parts = {"piece_bytes": len(data) // 3 + 1}
+    manifest = prepare(corpus(tmp_path / "remote", "s3://bucket/texts/"), **parts)
     (tmp_path / "a.txt").write_bytes(data)
-    local = prepare(corpus(tmp_path / "local", str(tmp_path / "a.txt")))
+    local = prepare(corpus(tmp_path / "local", str(tmp_path / "a.txt")), **parts)
     assert load_manifest(tmp_path / "remote").digest == manifest.digest == local.digest
     assert proxy.moved < 1.2 * len(data), proxy.moved / len(data)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,6 @@ from data_prep.shards import load_manifest
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install '.[ray]'")
 RAY = str(Path(sys.executable).with_name("ray"))
-PORT = 6391
 
 
 @pytest.fixture
@@ -41,13 +42,14 @@ def head(home: Path, request: pytest.FixtureRequest) -> Iterator[str]:
         token.parent.mkdir()
         token.write_text("left by a local run", encoding="utf-8")
     temporary = Path("/tmp") / f"distil-ray-{os.getpid()}"  # short: a socket's path has 107 bytes
-    command = [RAY, "start", "--head", f"--port={PORT}", "--num-cpus=1"]
+    command = [RAY, "start", "--head", "--port=0", "--num-cpus=1"]
     command += ["--include-dashboard=false", "--object-store-memory=100000000"]
     command.append(f"--temp-dir={temporary}")
     started = finished(*command)
     assert started.returncode == 0, started.stdout + started.stderr
     os.environ["RAY_TMPDIR"] = str(temporary)  # where a client looks for a cluster of this machine
-    yield f"127.0.0.1:{PORT}"
+    (port,) = {*re.findall(r"--address='[\d.]+:(\d+)'", started.stdout)}
+    yield f"127.0.0.1:{port}"
     for process in psutil.process_iter(["cmdline"]):  # `ray stop` would end others' clusters, too
         if any(str(temporary) in word for word in process.info["cmdline"] or ()):
             process.kill()
@@ -93,9 +95,13 @@ def test_a_cluster_is_used_by_its_address_alone(head: str, home: Path) -> None:
 
 
 def test_an_address_without_a_cluster_is_named(home: Path) -> None:
-    environment = {"RAY_ADDRESS": "127.0.0.1:6390", "RAY_gcs_rpc_server_reconnect_timeout_s": "1"}
+    environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1"}
     command = ("prepare", corpus(home), "--engine", "ray", "workers=1")
-    code, out, err = in_a_process(*command, cwd=home, environment=environment)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nothing else can listen at its port
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        environment["RAY_ADDRESS"] = address
+        code, out, err = in_a_process(*command, cwd=home, environment=environment)
     line = err.strip().splitlines()[-1]
     assert code == 2 and "Traceback" not in err, out + err
-    assert line.startswith("error: RAY_ADDRESS 127.0.0.1:6390: no cluster answers"), line
+    assert line.startswith(f"error: RAY_ADDRESS {address}: no cluster answers"), line

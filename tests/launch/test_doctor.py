@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from support import warm
-from support.processes import ROOT, in_a_process
+from support.processes import ROOT, in_a_process, unused_port
 
 from launch import checks
 
@@ -96,9 +95,7 @@ def test_two_processes_sum_and_say_how_fast() -> None:
 
 
 def test_a_node_that_does_not_answer_is_named() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        head = f"127.0.0.1:{free.getsockname()[1]}"
+    head = f"127.0.0.1:{unused_port()}"
     options = ("doctor", "--distributed", "--nodes", 3, "--gpus", 1, "--head", head)
     command = ("-m", "launch", *options, "--timeout", "30", "--node-rank", "1")
     other = warm.Process(*command, stdout=subprocess.PIPE, text=True)
@@ -128,9 +125,7 @@ def test_options_of_sums_need_them(distil: Distil, run: Path) -> None:
 @pytest.mark.slow
 def test_nodes_that_do_not_fit_each_other_say_why() -> None:
     for gpus, rank, message in ((1, 1, "says 2 x 2 processes, this one's 2 x 1"), (2, 0, "port")):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            head = f"127.0.0.1:{free.getsockname()[1]}"
+        head = f"127.0.0.1:{unused_port()}"
         command = [sys.executable, "-m", "launch", "doctor", "--distributed", "--nodes", "2"]
         command += ["--head", head, "--timeout", "30"]
         first = subprocess.Popen(

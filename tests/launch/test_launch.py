@@ -27,7 +27,7 @@ def steps(run: Path) -> list[int]:
 
 def test_a_launch_stops_and_its_shown_command_continues(distil: Distil, run: Path) -> None:
     asked = ["launch", str(run), "--hardware", "cpu", "--gpus", "2", "train.micro_batch_size=2"]
-    code, out, err = in_a_process(*asked, "--stop-after", "2", new=True)
+    code, out, err = in_a_process(*asked, "--stop-after", "2")
     assert code == 0, out + err
     assert "2 rows x 2 micro-batches x 2 process(es), fp32" in out
     assert steps(run) == [1, 2]
@@ -36,7 +36,8 @@ def test_a_launch_stops_and_its_shown_command_continues(distil: Distil, run: Pat
     assert dry.code == 0 and steps(run) == [1, 2]
     (line,) = [line for line in dry.out.splitlines() if line[0] != "#"]
     line = line.replace(warm.python(), sys.executable)
-    assert line in out.replace(" --stop-after 2", "")
+    shown = out.replace(warm.python(), sys.executable)
+    assert line in shown.replace(" --stop-after 2", "")
     plain = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": str(ROOT)}
     plain["OMP_DISPLAY_ENV"] = "verbose"  # libgomp says what it was given, in agent and ranks
     shell = finished("bash", "-c", line, cwd=run.parent, env=plain)

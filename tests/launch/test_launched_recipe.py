@@ -45,7 +45,10 @@ def test_a_recipe_is_made_by_two_nodes_of_a_job(recipe: Path, tmp_path: Path) ->
     log, shared = tmp_path / "log", Path("runs/own-encoder")
     path = programs(tmp_path / "bin", sbatch=SBATCH, srun=SRUN, scontrol=SCONTROL, distil=DISTIL)
     environment = outside_slurm() | {"PATH": path, "PYTHONPATH": str(ROOT), "LOG": str(log)}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment |= {
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "OMP_NUM_THREADS": "1",
+    }
     argv = ["launch", recipe, "--slurm", "--nodes", "2", "--hardware", "cpu", "--public"]
     for state in ("new", "done"):
         code, out, err = in_a_process(*argv, env=environment)

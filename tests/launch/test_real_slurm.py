@@ -12,7 +12,15 @@ from time import sleep
 from typing import Any
 
 import pytest
-from support.processes import DISTIL, ROOT, finished, outside_slurm, programs, wait_until
+from support.processes import (
+    DISTIL,
+    ROOT,
+    finished,
+    outside_slurm,
+    programs,
+    unused_port,
+    wait_until,
+)
 
 from pretrain.monitor.status import read_status
 
@@ -54,14 +62,9 @@ pytestmark = [
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
     """Start a cluster of this host in a folder; return the environment of its users."""
-    folder, sockets = tmp_path / "slurm", [socket.socket() for _ in range(2)]
+    folder, ports = tmp_path / "slurm", [unused_port() for _ in range(2)]
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)

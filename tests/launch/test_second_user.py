@@ -83,6 +83,6 @@ def test_another_user_reaches_no_store_of_a_launch(run: Path, tmp_path: Path) ->
         for path in [folder, folder.parent, *stores]:
             assert not as_nobody(_open, str(path)), path
         launch.terminate()
-        assert launch.wait(240) == 75
+        assert launch.wait(600) == 75
     finally:
         launch.kill()

@@ -56,7 +56,7 @@ def test_a_signal_saves_and_the_requeued_job_continues(run: Path, tmp_path: Path
     )
     try:
         signal_the_step(tmp_path, after=5)
-        shown, _ = job.communicate(timeout=240)
+        shown, _ = job.communicate(timeout=600)
     finally:
         if job.poll() is None:
             job.kill()

@@ -182,6 +182,7 @@ def test_auto_on_a_cpu_gives_the_same_bits_as_the_number(settings: Settings) -> 
     assert recorded(settings("auto"))["micro_batch_size"] == 8
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS limits no process's memory")
 def test_out_of_memory_names_the_fix(settings: Settings, tmp_path: Path) -> None:
     values = settings(global_batch_size=96, micro_batch_size=96)
     values["model"] |= {"hidden_size": 512, "intermediate_size": 32768, "num_hidden_layers": 1}

@@ -85,8 +85,15 @@ def corpus(folder: Path, tokenizer: Path) -> Path:
     return folder / "shards"
 
 
-@pytest.mark.parametrize("form", ["file", "folder"])
-@pytest.mark.parametrize("kind", KINDS)
+# Above 65,535 tokens ids are uint32, which test_a_large_vocabulary_takes_uint32 covers, too.
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        pytest.param(kind, form, marks=[pytest.mark.slow] if kind == "large" else [])
+        for kind in KINDS
+        for form in ("file", "folder")
+    ],
+)
 def test_a_tokenizer_goes_from_its_file_to_fill_mask(
     kind: str, form: str, tmp_path: Path, run_config: Settings
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def limits() -> Iterator[None]:
     handler = signal.signal(signal.SIGALRM, late)
     before = resource.getrlimit(resource.RLIMIT_AS)
     taken = psutil.Process().memory_info().vms
-    resource.setrlimit(resource.RLIMIT_AS, (taken + ROOM, before[1]))
+    if sys.platform == "linux":  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (taken + ROOM, before[1]))
     signal.alarm(LIMIT)
     yield
     signal.alarm(0)

@@ -174,7 +174,7 @@ def test_the_lock_of_a_killed_run_is_taken_over(settings: Settings) -> None:
     values = settings(micro_batch_size=12, max_steps=400)
     (holder,) = ranks.start(1, rank_work.once, values)
     log = Path(values["output"]) / "metrics.jsonl"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while len(metrics.read_metrics(log)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(Exception, match=f"pid {holder.pid}"):

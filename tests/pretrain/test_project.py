@@ -103,7 +103,8 @@ def test_heads_whose_numbers_are_turned_keep_their_width() -> None:
         project(teacher, student)
 
 
-@pytest.mark.parametrize("architecture", ["same", None])
+# The two differ in the family that is built, which the tests above compare for each.
+@pytest.mark.parametrize("architecture", ["same", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_run_begins_from_a_cut_teacher(
     architecture: str | None, tmp_path: Path, corpus: Path, run_config: Any, distil: Any
 ) -> None:

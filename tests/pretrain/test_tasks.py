@@ -44,6 +44,13 @@ from pretrain.tasks.prediction import predict
 
 KINDS = ("classification", "regression", "token_classification", "question_answering")
 FAMILIES = ("bert", "distilbert", "roberta", "modernbert")
+# Each family and each kind once; the pairs that are left are slow.
+FAST = {*zip(FAMILIES, KINDS, strict=True)}
+PAIRS = [
+    pytest.param(family, kind, marks=[] if (family, kind) in FAST else [pytest.mark.slow])
+    for family in FAMILIES
+    for kind in KINDS
+]
 
 
 def no_dropout(folder: Path) -> dict[str, Any]:
@@ -103,8 +110,7 @@ def plain_losses(model: Any, values: dict[str, Any], kind: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_twenty_steps_equal_a_plain_loop(tmp_path: Path, kind: str, family: str) -> None:
     task_data.make(tmp_path, kind)
     model = task_data.save_model(tmp_path / "model", family, kind)
@@ -554,8 +560,7 @@ def test_weights_only_are_a_third_of_a_checkpoint_and_are_not_continued(tmp_path
     export(Path(values["output"]), tmp_path / "exported", print)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_an_export_is_what_plain_transformers_loads_and_measures(
     tmp_path: Path, kind: str, family: str
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.processes import ROOT
+from support.processes import ROOT, finished
 
 STEPS = 20
 
@@ -33,18 +33,27 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def distil(tree: Path, *arguments: object) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    result = subprocess.run(
-        [sys.executable, "-m", "launch", *map(str, arguments)],
+# One process for all: it takes seconds to import torch.
+COMMANDS = """
+import json, sys
+from launch.cli import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    try:
+        main()
+    except SystemExit as stop:
+        assert not stop.code, arguments
+"""
+
+
+def distil(tree: Path, *commands: list[object]) -> None:
+    arguments = json.dumps([[*map(str, command)] for command in commands])
+    result = finished(
+        *(sys.executable, "-c", COMMANDS, arguments),
         cwd=tree,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        environment={"PYTHONPATH": str(tree)},
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
@@ -70,9 +79,13 @@ def test_a_task_is_one_folder_and_one_line(tree: Path, corpus: Path, tmp_path: P
     config = tmp_path / "toy.yaml"
     config.write_text(json.dumps(values | {"output": str(tmp_path / "whole")}))
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    distil(tree, "pretrain", config)
-    distil(tree, "pretrain", config, f"output={halves}", "--stop-after", 9)
-    distil(tree, "pretrain", config, f"output={halves}")
+    distil(
+        tree,
+        ["pretrain", config],
+        ["pretrain", config, f"output={halves}", "--stop-after", 9],
+        ["pretrain", config, f"output={halves}"],
+        ["export", whole, tmp_path / "exported"],
+    )
     ours, theirs = tensors(whole), tensors(halves)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -82,7 +95,6 @@ def test_a_task_is_one_folder_and_one_line(tree: Path, corpus: Path, tmp_path: P
     assert len(losses) == STEPS and sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert json.loads((whole / "config.json").read_bytes())["objective"] == {"name": "labels"}
 
-    distil(tree, "export", whole, tmp_path / "exported")
     classifier = load_file(tmp_path / "exported" / "classifier.safetensors")
     for name, tensor in classifier.items():
         assert torch.equal(tensor, ours[f"adapters.safetensors {name}"])

@@ -1,7 +1,7 @@
 """Measure what each test costs: time, CPU time of its own and of children, processes, fixtures.
 
 Every session prints its slowest tests. With DISTIL_TEST_COSTS=FILE it also writes all costs there
-as JSON lines, which `python benchmarks/test_costs.py FILE` turns into tables by file and by kind.
+as JSON lines; `python benchmarks/costs_of_tests.py FILE` makes tables of them by file and by kind.
 CPU time is compared on a usual machine's scale: it is divided by the time of a loop of 10^7
 additions over that loop's usual 0.6 s.
 """
@@ -88,6 +88,7 @@ class Costs:
             ),
             "processes": self.started,
             "fixtures": self.fixtures,
+            "not run": "not run" in dict(item.user_properties),
         }
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -112,6 +113,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             for file in files:
                 with file.open("rb") as part:
                     shutil.copyfileobj(part, whole)
+    for test in tests:
+        if test["not run"]:
+            write(f"not run, because the time was over: {test['test']}")
     if len(tests) < 2 * SHOWN:
         return
     loop = additions()

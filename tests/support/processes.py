@@ -1,10 +1,13 @@
 """Run commands in processes of their own, and check how commands end."""
 
+import fcntl
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,22 @@ def wait_until(
     while not done():
         assert time.monotonic() < end and alive(), state()
         time.sleep(0.02)
+
+
+def unused_port() -> int:
+    """Return a port at which nothing listens and that no other test of this session gets.
+
+    It is below those that the system gives to outgoing connections.
+    """
+    with (Path(os.environ["DISTIL_TEST_SESSION"]) / "ports").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            port = 12_000 + (os.stat(file.name).st_size + 37 * os.getppid()) % 18_000
+            file.write("x")
+            file.flush()
+            with suppress(OSError), socket.socket() as free:
+                free.bind(("127.0.0.1", port))
+                return port
 
 
 def outside_slurm() -> dict[str, str]:

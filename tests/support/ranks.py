@@ -22,8 +22,8 @@ needs_deepspeed = pytest.mark.skipif(
 LIMIT = 600.0  # seconds: only a deadlock reaches it
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before the server starts, which may import deepspeed
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
     ["pretrain.train", "pretrain.config", "support.ranks", "support.rank_work"]
 )
 
@@ -53,7 +53,7 @@ def start(
             "OMP_NUM_THREADS": 1,
             **(environment or {}),
         }
-        process = _FORKS.Process(target=_run, args=(variables, work, arguments))
+        process = FORKS.Process(target=_run, args=(variables, work, arguments))
         process.start()
         process.store = store  # type: ignore[attr-defined]  # which lives as long
         processes.append(process)

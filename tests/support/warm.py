@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from typing import Any
 
 from support.warm_client import HERE, state
@@ -27,7 +28,7 @@ _program: list[str] = []
 
 def python() -> str:
     """Return the path of the program that is used like the interpreter."""
-    if sys.platform != "linux":
+    if sys.platform != "linux" or find_spec("torch") is None:
         return sys.executable
     if not _program:
         folder = tempfile.mkdtemp(prefix="warm-", dir=os.environ["DISTIL_TEST_SESSION"])

@@ -19,7 +19,7 @@ class Bert(PostNorm):
     architecture: Any = BertForMaskedLM
     config: Any = BertConfig
     head: tuple[str, ...] = ("cls.predictions.",)
-    dropouts: ClassVar = {
+    dropouts: ClassVar[Any] = {
         "hidden_dropout_prob": "dropout",
         "attention_probs_dropout_prob": "attention_dropout",
     }

@@ -27,7 +27,7 @@ class BiLstm(Family):
     architecture: Any = BiLstmForMaskedLM
     config: Any = BiLstmConfig
     head = ("head.",)
-    dropouts: ClassVar = {"dropout": "dropout"}
+    dropouts: ClassVar[Any] = {"dropout": "dropout"}
     attends = False
     imports = "import pretrain.model.families  # tells transformers what a BiLSTM is\n"
 

@@ -21,11 +21,11 @@ class DistilBert(PostNorm):
     architecture: Any = DistilBertForMaskedLM
     config: Any = DistilBertConfig
     head = ("vocab_",)
-    dropouts: ClassVar = {
+    dropouts: ClassVar[Any] = {
         "dropout": "dropout",
         "attention_dropout": "attention_dropout",
     }
-    own_names: ClassVar = DISTILBERT_NAMES
+    own_names: ClassVar[Any] = DISTILBERT_NAMES
 
     def parts(self, model: Any, index: int) -> Parts:
         """Return the parts of a layer."""

@@ -41,7 +41,7 @@ class ModernBert(Family):
     architecture: Any = ModernBertForMaskedLM
     config: Any = ModernBertConfig
     head = ("head.", "decoder.")
-    dropouts: ClassVar = {
+    dropouts: ClassVar[Any] = {
         "embedding_dropout": "dropout",
         "mlp_dropout": "dropout",
         "attention_dropout": "attention_dropout",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Classification(LabelledTask):
     """Predict a class or a score of each row; shards of scores make a head with one output."""
 
-    kinds: ClassVar = ("classification", "regression")
+    kinds: ClassVar[Any] = ("classification", "regression")
     pipeline: ClassVar[str] = "text-classification"
 
     name: Literal["classification"] = "classification"

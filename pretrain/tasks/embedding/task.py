@@ -25,7 +25,7 @@ class SentenceVectors(Task):
     """
 
     sentence_encoder: ClassVar[bool] = True
-    counts: ClassVar = ("tokens", "sequences", "sequence_pairs")
+    counts: ClassVar[Any] = ("tokens", "sequences", "sequence_pairs")
 
     name: Literal["embedding"] = "embedding"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pretrain.contracts.terms import Term, VocabularyTerm
 from pretrain.objectives.objective import Objective
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class MaskedLanguageModelling(Task):
     """Mask tokens of rows as the section `masking` says."""
 
-    counts: ClassVar = ("tokens", "masked", "sequences", "pairs")
+    counts: ClassVar[Any] = ("tokens", "masked", "sequences", "pairs")
 
     name: Literal["mlm"] = "mlm"
 

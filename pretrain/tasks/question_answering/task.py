@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pretrain.tasks.labelled_task import LabelledTask
 
@@ -10,7 +10,7 @@ from pretrain.tasks.labelled_task import LabelledTask
 class QuestionAnswering(LabelledTask):
     """Predict the first and the last token of the answer in each row."""
 
-    kinds: ClassVar = ("question_answering",)
+    kinds: ClassVar[Any] = ("question_answering",)
     pipeline: ClassVar[str] = "question-answering"
 
     name: Literal["question_answering"] = "question_answering"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pretrain.tasks.labelled_task import LabelledTask
 
@@ -10,7 +10,7 @@ from pretrain.tasks.labelled_task import LabelledTask
 class TokenClassification(LabelledTask):
     """Predict a tag of each word."""
 
-    kinds: ClassVar = ("token_classification",)
+    kinds: ClassVar[Any] = ("token_classification",)
     pipeline: ClassVar[str] = "token-classification"
 
     name: Literal["token_classification"] = "token_classification"
