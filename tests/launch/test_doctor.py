@@ -97,11 +97,11 @@ def test_two_processes_sum_and_say_how_fast() -> None:
 def test_a_node_that_does_not_answer_is_named() -> None:
     head = f"127.0.0.1:{unused_port()}"
     options = ("doctor", "--distributed", "--nodes", 3, "--gpus", 1, "--head", head)
-    command = ("-m", "launch", *options, "--timeout", "30", "--node-rank", "1")
+    command = ("-m", "launch", *options, "--timeout", "20", "--node-rank", "1")
     other = warm.Process(*command, stdout=subprocess.PIPE, text=True)
     begun = time.monotonic()
-    code, out, err = in_a_process(*options, "--node-rank", 0, "--timeout", "20")
-    assert code == 2 and "fail  nodes: --node-rank 2 (of 0 to 2): no answer within 20 s" in out, (
+    code, out, err = in_a_process(*options, "--node-rank", 0, "--timeout", "10")
+    assert code == 2 and "fail  nodes: --node-rank 2 (of 0 to 2): no answer within 10 s" in out, (
         out + err
     )
     out, _ = other.communicate(timeout=600)

@@ -184,7 +184,8 @@ def test_what_is_not_known_is_said(distil: Distil, paper: str) -> None:
     assert "memory: known once the config.json of its models can be read" in out
 
 
-@pytest.mark.parametrize("command", ["recipe", "launch"])
+# Both commands call one function with the same stages; `launch` is compared with a run by itself.
+@pytest.mark.parametrize("command", ["recipe", pytest.param("launch", marks=pytest.mark.slow)])
 def test_runs_of_a_recipe_are_planned_as_one_run(
     distil: Distil, paper: str, command: str, tmp_path: Path
 ) -> None:

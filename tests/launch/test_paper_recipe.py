@@ -86,15 +86,28 @@ def tiny(values: Any) -> Any:
     return {**recipe, "runs": kept}
 
 
-def test_the_paper_from_texts_to_its_tables(
-    tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run the commands of docs/reproduce-distilbert.md, and compare its figures with the first."""
-    monkeypatch.chdir(tmp_path)
-    write_inputs(tmp_path)
-    page = PAGE.read_text(encoding="utf-8")
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+def commands() -> tuple[list[str], ...]:
+    """Return the three commands of docs/reproduce-distilbert.md."""
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
     cost, plan, run = (shlex.split(line, comments=True)[1:] for line in blocks.splitlines())
+    assert run[2:] == ["--hardware", "8xv100-16gb"]  # which this machine is not
+    return cost, plan, run[:2]
+
+
+def write_recipe(folder: Path) -> None:
+    """Write the recipe at tiny size, and its inputs."""
+    write_inputs(folder)
+    values = yaml.safe_load((CONFIGS / "distilbert-paper.yaml").read_text(encoding="utf-8"))
+    (folder / "distilbert-paper.yaml").write_text(
+        yaml.safe_dump(tiny(values), sort_keys=False), encoding="utf-8"
+    )
+
+
+def test_the_paper_is_planned(tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the figures of the page with a dry run of the real sizes, and plan tiny ones."""
+    monkeypatch.chdir(tmp_path)
+    cost, plan, _ = commands()
+    page = PAGE.read_text(encoding="utf-8")
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained("bert-base-uncased")
     code, out, err = distil(*cost)
     assert code == 0, out + err
@@ -103,16 +116,22 @@ def test_the_paper_from_texts_to_its_tables(
     for written in ("4,721", "67.0 M", "9.0 of 14.7", "469 MB", "5.5 on eight V100", "3.2 GB"):
         assert written in page
 
-    values = yaml.safe_load((CONFIGS / "distilbert-paper.yaml").read_text(encoding="utf-8"))
-    (tmp_path / "distilbert-paper.yaml").write_text(
-        yaml.safe_dump(tiny(values), sort_keys=False), encoding="utf-8"
-    )
+    write_recipe(tmp_path)
     code, out, err = distil(*plan)
     assert code == 0, out + err
     assert out.count("estimate: ") == 11 and "steps: about 2 of 8 rows" in out
     assert out.splitlines()[-1].startswith("in all: estimate: ")
-    assert run[2:] == ["--hardware", "8xv100-16gb"]  # which this machine is not
-    code, out, err = distil(*run[:2])
+
+
+@pytest.mark.slow
+def test_the_paper_from_texts_to_its_tables(
+    tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run it at tiny size. Stages, sweeps and tables have fast tests; here all meet."""
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path)
+    _, _, run = commands()
+    code, out, err = distil(*run)
     assert code == 0, out + err
     for number in range(1, 5):
         kept = json.loads((tmp_path / f"runs/paper/table-{number}/scores.json").read_bytes())
@@ -124,5 +143,5 @@ def test_the_paper_from_texts_to_its_tables(
         if number == 3:
             sizes = {model: row["M parameters"] for model, row in kept["others"].items()}
             assert sizes["DistilBERT"] < sizes["BERT-base"]
-    code, out, err = distil(*run[:2])
+    code, out, err = distil(*run)
     assert code == 0 and out.count("scores.json: up to date") == 4, out + err

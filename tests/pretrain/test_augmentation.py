@@ -40,7 +40,8 @@ def candidates(model: Any, ids: list[int], place: int, second: int, most: int) -
     return set(words[:most])
 
 
-@pytest.mark.parametrize("pair", [None, "other"])
+# Of a pair one text changes, of a single one the only text: the pair's test covers both.
+@pytest.mark.parametrize("pair", [pytest.param(None, marks=pytest.mark.slow), "other"])
 def test_each_new_word_is_a_candidate_of_the_text_that_it_replaces_a_word_of(
     tmp_path: Path, pair: str | None
 ) -> None:

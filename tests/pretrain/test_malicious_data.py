@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support import warm
 from support.runs import RECIPE, refused, reseal_checkpoint, start, step_folder, write_yaml
 from support.traps import (
     Trap,
@@ -287,7 +288,7 @@ def test_in_a_process_of_its_own(tmp_path: Path, values: Values, canary: Path) -
     names = {"AutoTokenizer": ["evil.EvilTokenizer", None]}
     edit(settings, tokenizer_class="EvilTokenizer", auto_map=names)
     result = subprocess.run(
-        [sys.executable, "-m", "launch", "pretrain", write_yaml(values)],
+        [warm.python(), "-m", "launch", "pretrain", write_yaml(values)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
