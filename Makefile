@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 # Half of the tests wait for processes of their own; each takes all cores when it computes.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .PHONY: install demo demo-sentences demo-quick test test-slow test-browser test-gpu checks figures results config-page torture clean
 
@@ -84,4 +84,4 @@ torture: install
 		tests/data_prep/test_resume.py::test_killed_runs_resume_with_identical_bytes
 
 clean:
-	rm -rf .venv .venv-transformers-4 runs build *.egg-info
+	rm -rf .venv .venv-3.1* .venv-transformers-4 runs build *.egg-info

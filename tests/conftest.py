@@ -3,6 +3,7 @@
 import atexit
 import hashlib
 import locale
+import multiprocessing
 import os
 import shutil
 import sys
@@ -61,6 +62,25 @@ pytest_plugins = ["support.costs"]
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Name bytes by their parameter: their content may differ between two workers."""
     return argname if isinstance(val, bytes) else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers() -> None:
+    """Fork the workers of `prepare`: each one that is spawned imports its libraries for a second.
+
+    Commands that tests start as real processes spawn theirs.
+    """
+    if sys.platform != "linux":
+        return
+    from support.ranks import FORKS
+
+    from data_prep.pipeline import processes
+
+    class Forking:
+        get_context = staticmethod(lambda method: FORKS)
+        active_children = staticmethod(multiprocessing.active_children)
+
+    processes.multiprocessing = Forking  # type: ignore[assignment, attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -114,7 +114,7 @@ def killer(home: Path, document: str, times: int) -> Iterator[list[str]]:
                             # Not waited for here: it is the pool's child.
                             while process.status() != psutil.STATUS_ZOMBIE:
                                 time.sleep(0.001)
-            time.sleep(0.001)
+            time.sleep(0.02)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -129,7 +129,7 @@ def slow_files(folder: Path) -> None:
     """Write files, of which a document takes seconds: its language is looked for in megabytes."""
     files(folder)
     slow = [line(n) for n in range(10)]
-    slow[7] = line(7, size=1_500_000)
+    slow[7] = line(7, size=600_000)
     write(folder, "0.jsonl.bz2", slow)
 
 

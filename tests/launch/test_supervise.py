@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from support.processes import ROOT, python, wait_until
+from support.ranks import FORKS
 
 from data_prep.disk.locks import this_process
 from launch.torchrun.attempt import Ended, Tail
@@ -36,10 +36,6 @@ ENDLESS = (ENTRY, "support.worker", "1000000")
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 UNDER_WAY = "rank 0 is under way"
 CANARY = "canary-b1946ac92492d234"
-
-# A supervisor is forked from a process that has imported torch.
-context = get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed", "launch.torchrun.supervise"])
 
 
 def under_supervision(output: Path, ranks: int, command: list[str], options: Any) -> None:
@@ -65,7 +61,7 @@ class Supervised:
         self.output = output
         (output.parent / "screen").write_text("")
         arguments = (output, ranks, list(command), options)
-        self.process = context.Process(target=under_supervision, args=arguments)
+        self.process = FORKS.Process(target=under_supervision, args=arguments)
         self.process.start()
         self.pid: Any = self.process.pid
 

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,27 @@ LIMIT = 600.0  # seconds: only a deadlock reaches it
 os.environ["DS_ACCELERATOR"] = "cpu"  # before the server starts, which may import deepspeed
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["pretrain.train", "pretrain.config", "support.ranks", "support.rank_work"]
+    [
+        *("data_prep.prepare", "pretrain.train", "pretrain.config", "accelerate"),
+        *("transformers", "torch.distributed", "launch.torchrun.supervise"),
+    ]
 )
+
+
+class _Environment(dict[str, str]):
+    """Give a forked process the variables of who starts it, not of the server."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Whoever reads this cannot import modules of tests yet.
+        take = f"os.environ.clear(); os.environ.update({dict(self)!r}); tempfile.tempdir = None"
+        return exec, ("import os, tempfile; " + take,)
+
+
+_prepared = spawn.get_preparation_data
+spawn.get_preparation_data = lambda name: {
+    **_prepared(name),
+    "environment": _Environment(os.environ),
+}
 
 
 def start(
