@@ -1,6 +1,7 @@
 """Check when inputs (by content) and work (by its code) count as unchanged."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -14,14 +15,15 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support import warm
 from support.preparing import SMALL, contents, records_source, unit_times
-from support.processes import ROOT, python
+from support.processes import ROOT, finished
 from support.reading import Quiet, served
 from support.shard_folders import reseal
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.pipeline import code, ray_tasks, units
+from data_prep.pipeline import code, processes, ray_tasks, units
 from data_prep.pipeline.plan import STAGES
 from data_prep.prepare import prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
@@ -58,7 +60,8 @@ def run(
         value.model_dump_json() if isinstance(value, CorpusConfig) else str(value)
         for value in (config, *more)
     ]
-    return python("-c", RUN, *arguments, cwd=root, environment={"PYTHONPATH": str(root)})
+    program = warm.python() if root == ROOT else sys.executable
+    return finished(program, "-c", RUN, *arguments, cwd=root, environment={"PYTHONPATH": str(root)})
 
 
 def save_dataset(kind: str, folder: Path, texts: list[str]) -> None:
@@ -372,7 +375,8 @@ def test_a_worker_with_other_code_is_refused(
     runner: Any = request.getfixturevalue("ray") if engine == "ray" else "processes"
     config = make_config(workers=2)
     other = str(copy("other", CLEANER))
-    # Workers get these paths; this process has imported its modules already.
+    # Workers get these paths; this process, and a server that forks, have imported modules already.
+    monkeypatch.setattr(processes, "multiprocessing", multiprocessing)
     monkeypatch.syspath_prepend(other)
     # Ray's workers look first where the engine's own file lies.
     monkeypatch.setattr(ray_tasks, "__file__", f"{other}/data_prep/pipeline/ray_tasks.py")

@@ -122,14 +122,15 @@ def corpus(output: Path, path: str, kind: str = "text") -> CorpusConfig:
 
 
 def test_a_server_that_fails_now_and_then_moves_each_byte_about_once(
-    tmp_path: Path, server: tuple[str, type[Server]]
+    tmp_path: Path, server: tuple[str, type[Server]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ranges, "BLOCK", ranges.BLOCK // 8)
     url, handler = server
-    handler.data, handler.fails = texts(28_000), 0.1
+    handler.data, handler.fails = texts(3_500), 0.1
+    parts = {"piece_bytes": len(handler.data) // 3 + 1}
     (tmp_path / "texts.txt").write_bytes(handler.data)
-    local = prepare(corpus(tmp_path / "local", str(tmp_path / "texts.txt")))
-    assert len(handler.data) > 2 * (5 << 20)  # three pieces
-    assert prepare(corpus(tmp_path / "remote", url)).digest == local.digest
+    local = prepare(corpus(tmp_path / "local", str(tmp_path / "texts.txt")), **parts)
+    assert prepare(corpus(tmp_path / "remote", url), **parts).digest == local.digest
     assert handler.failed > 0
     assert handler.sent < 1.2 * len(handler.data), handler.sent / len(handler.data)
 
@@ -339,12 +340,12 @@ def test_of_a_table_on_s3_the_columns_that_are_read_move_once(
     tmp_path: Path, s3: tuple[Any, counted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket, proxy = s3
-    monkeypatch.setattr(ranges, "BLOCK", 1 << 12)  # a row group has more than are kept
-    rows = texts(9_000).decode().split("\n")
+    monkeypatch.setattr(ranges, "BLOCK", 1 << 11)  # a row group has more than are kept
+    rows = texts(4_500).decode().split("\n")
     other = [random.Random(n).randbytes(800).hex() for n in range(len(rows))]
     table = pa.table({"before": other, "text": rows, "after": other})
     file = tmp_path / "a.parquet"
-    parquet.write_table(table, file, row_group_size=6_000, use_dictionary=False)
+    parquet.write_table(table, file, row_group_size=3_000, use_dictionary=False)
     bucket.upload_file(str(file), "a.parquet")
     groups = parquet.read_metadata(file)
     used = sum(groups.row_group(n).column(1).total_compressed_size for n in range(2))

@@ -107,8 +107,12 @@ def test_a_node_that_does_not_answer_is_named() -> None:
     out, _ = other.communicate(timeout=600)
     assert other.returncode == 2 and "fail  nodes" in out
     assert time.monotonic() - begun < 600
-    # Without a first node.
-    code, out, err = in_a_process(*options, "--node-rank", 2, "--timeout", "3")
+
+
+def test_without_a_first_node_the_others_say_so() -> None:
+    options = ("doctor", "--distributed", "--nodes", 3, "--gpus", 1, "--timeout", 3)
+    head = f"127.0.0.1:{unused_port()}"
+    code, out, err = in_a_process(*options, "--head", head, "--node-rank", 2)
     assert code == 2 and "the first node does not answer" in out, out + err
 
 

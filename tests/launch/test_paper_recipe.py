@@ -103,6 +103,9 @@ def write_recipe(folder: Path) -> None:
     )
 
 
+# The figures are those of test_dry_run's test of its page, which plans the same sizes; plans of
+# recipes are tested by test_dry_run and test_recipe, and that the shipped one loads by test_config.
+@pytest.mark.slow
 def test_the_paper_is_planned(tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the figures of the page with a dry run of the real sizes, and plan tiny ones."""
     monkeypatch.chdir(tmp_path)

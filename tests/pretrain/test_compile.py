@@ -59,7 +59,12 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
+    ("dtype", "tolerance"),
+    [
+        pytest.param(torch.float32, 1e-5, id="fp32"),
+        # A fault that 2e-2 shows is shown by 1e-5.
+        pytest.param(torch.bfloat16, 2e-2, id="bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_the_head_against_full_logits_in_fp64_with_few_compilations(
     dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch

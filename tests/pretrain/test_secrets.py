@@ -96,14 +96,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
         "WANDB_MODE": "offline",
     }
 
-    def config(name: str, **student: object) -> str:
+    def config(name: str, *trackers: str, **student: object) -> str:
         values = run_config(
             folder / name,
             folder / "teacher",
             student={"num_layers": 2, **student},
             train={"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
             evaluation={"rows": 4},
-            logging={"trackers": ["tensorboard", "wandb"]},
+            logging={"trackers": ["tensorboard", *trackers]},
         )
         return str(write_yaml(values))
 
@@ -118,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
 
     heard: set[str] = set()
     failing = [config("poisoned-run", init=str(folder / "poisoned")), config("bug")]
-    first = start("log", "-m", "launch", "pretrain", config("finished"))
+    first = start("log", "-m", "launch", "pretrain", config("finished", "wandb"))
     others = start("failing.log", "-c", FAILING, *failing)
     try:
         while first.poll() is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,7 @@ def test_wandb_without_a_key_is_refused_before_the_run_begins(
 ) -> None:
     ours = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | ours
-    command = [sys.executable, "-m", "launch", "pretrain", str(write_yaml(values))]
+    command = [warm.python(), "-m", "launch", "pretrain", str(write_yaml(values))]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.splitlines()[-1]
