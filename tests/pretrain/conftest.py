@@ -1,9 +1,12 @@
 """Provide tiny real models and a tiny real corpus; nothing in them is accidentally zero."""
 
+import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,32 @@ Settings = Callable[..., dict[str, Any]]
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     # The variable above is read once, and another folder's tests may have come first.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _graphs_once() -> None:
+    """Write the graph of the same weights once a session: torch.onnx takes four seconds."""
+    if find_spec("onnx") is None:
+        return
+    from pretrain.deploy import write
+
+    real = write.write_graph
+
+    def once(graph: Any, file: Path, metadata: Mapping[str, str]) -> None:
+        head, config = graph.head, graph.model.config
+        parts = (sorted(metadata.items()), graph.outputs, graph.types, config.to_json_string())
+        digest = hashlib.sha256(repr((parts, graph, head and vars(head))).encode())
+        for name, tensor in graph.state_dict().items():
+            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        kept = Path(os.environ["DISTIL_TEST_SESSION"]) / f"{digest.hexdigest()}.onnx"
+        if kept.exists():
+            shutil.copy(kept, file)
+        else:
+            real(graph, file, metadata)
+            shutil.copy(file, file.with_suffix(".copy"))
+            file.with_suffix(".copy").replace(kept)
+
+    write.write_graph = once
 
 
 @pytest.fixture

@@ -42,7 +42,15 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"
 RENEW = "if that is meant: python -m tests.pretrain.test_footprint, and say why in docs/LOG.md"
 B, L, D, V = 64, 512, 768, 30522
 K = 77  # 15 % of 512
-CASES = [(where, precision) for where in ("all", "masked") for precision in ("fp32", "bf16")]
+CASES = [
+    ("all", "bf16"),
+    ("masked", "fp32"),
+    # The two cover both places and both precisions, and every count has a test of each.
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("all", "fp32"), ("masked", "bf16"))
+    ),
+]
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -345,8 +353,8 @@ def rows_that_fit(
 @pytest.mark.parametrize(
     ("where", "checkpointing", "rows"),
     [
-        ("all", False, 128),
         ("masked", True, 432),
+        pytest.param("all", False, 128, marks=pytest.mark.slow),
         pytest.param("masked", False, 133, marks=pytest.mark.slow),
         pytest.param("all", True, 498, marks=pytest.mark.slow),
     ],
@@ -363,7 +371,9 @@ def test_rows_that_16_gb_take_by_shapes(where: str, checkpointing: bool, rows: i
     assert rows_that_fit(module, 2, peak, 32) == pytest.approx(rows, rel=0.05)
 
 
-@pytest.mark.parametrize(("where", "rows"), [("all", 16), ("masked", 24)])
+@pytest.mark.parametrize(
+    ("where", "rows"), [("all", 16), pytest.param("masked", 24, marks=pytest.mark.slow)]
+)
 @like_a_gpu()
 def test_rows_that_16_gb_take_in_the_baseline_step(
     where: str, rows: int, monkeypatch: pytest.MonkeyPatch

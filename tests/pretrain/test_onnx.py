@@ -27,6 +27,7 @@ from data_prep.prepare import prepare
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.deploy import quantise as quantise_module
+from pretrain.deploy import write as writing
 from pretrain.deploy.asked import Onnx, check_onnx
 from pretrain.deploy.graph import clean, compare, load_graph, precision_of, write, write_graph
 from pretrain.deploy.quality import HeadQuality, Quality
@@ -364,7 +365,7 @@ def with_an_outlier(folder: Path) -> Path:
         layer.intermediate.dense.bias[3] = 3000
         layer.output.dense.weight[:, 3] = 1e-4
     model.save_pretrained(folder)
-    write_graph(load_graph(folder), folder / "model.onnx", {})
+    writing.write_graph(load_graph(folder), folder / "model.onnx", {})
     return folder / "model.onnx"
 
 
@@ -418,7 +419,7 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the file of a BERT of one layer."""
     folder = tmp_path_factory.mktemp("one")
     tiny_bert(1).save_pretrained(folder)
-    write_graph(load_graph(folder), folder / "model.onnx", {})
+    writing.write_graph(load_graph(folder), folder / "model.onnx", {})
     return folder / "model.onnx"
 
 
