@@ -124,7 +124,8 @@ def test_options_of_a_dry_run_need_one(distil: Distil, paper: str, run: Path) ->
     assert code == 2 and "has its own number of them" in err
 
 
-@pytest.mark.parametrize("kl", ["all", "masked"])
+# That masked positions take less is tested by test_budget and test_footprint.
+@pytest.mark.parametrize("kl", ["all", pytest.param("masked", marks=pytest.mark.slow)])
 def test_the_page_has_these_figures(distil: Distil, paper: str, kl: str) -> None:
     options = ("--dry-run", "--hardware", "8xv100-16gb", "--tokens", "4e9")
     out = distil("launch", paper, f"objective.kl_positions={kl}", *options).out

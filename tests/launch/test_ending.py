@@ -9,7 +9,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import warm
-from support.processes import file_size_limit, wait_until
+from support.processes import wait_until
 
 from launch.console import keep_going
 from pretrain.monitor.status import read_status
@@ -42,6 +42,12 @@ launch.cli.main()
 # torch's own error, as it is raised where a step takes too much.
 NO_MEMORY = PATCHED.format(call="torch.empty(2**50 if next(calls) == 9 else 1)")
 SLOW_STEPS = PATCHED.format(call="time.sleep(0.5)")
+# A file takes 24 KiB, as on a full disk.
+FULL_DISK = """
+import resource, launch.cli
+resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10,) * 2)
+launch.cli.main()
+"""
 LONG_STEP = PATCHED.format(call="time.sleep(600 if next(calls) == 16 else 0)")
 
 
@@ -55,7 +61,6 @@ class Training:
         command: str = "pretrain",
         code: str = "",
         new: bool = False,
-        prefix: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self.screen, self.output = run.parent / "screen", run.parent / "out"
@@ -65,7 +70,7 @@ class Training:
         with self.screen.open("wb") as file:
             options = {"stdout": file, "stderr": file, **options}
             if new:
-                argv = [*prefix, sys.executable, *argv]
+                argv = [sys.executable, *argv]
                 self.process = subprocess.Popen(argv, start_new_session=True, **options)
                 self.pid = self.process.pid
             else:
@@ -138,8 +143,7 @@ def start(run: Path) -> Iterator[Start]:
 
 
 def test_a_full_disk_at_the_last_save_ends_the_process(start: Start) -> None:
-    limit = file_size_limit(24)
-    training = start(MANY, "--stop-after", "4", prefix=limit, new=True, until="error: ")
+    training = start(MANY, "--stop-after", "4", code=FULL_DISK, until="error: ")
     assert training.code() == 2
     assert "step-00000004: File too large" in training.said()
 
@@ -153,7 +157,7 @@ def test_out_of_memory_ends_the_process(start: Start) -> None:
 
 @pytest.mark.slow
 def test_sigterm_on_a_full_disk_ends_the_process(start: Start) -> None:
-    training = start(MANY, prefix=file_size_limit(24), new=True, until="step 4/")
+    training = start(MANY, code=FULL_DISK, until="step 4/")
     training.process.send_signal(signal.SIGTERM)
     training.until("error: ")
     assert training.code() == 2
