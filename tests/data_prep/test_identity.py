@@ -190,13 +190,12 @@ def test_each_file_of_a_dataset_is_a_unit(
     values = json.loads(record.read_bytes())
     assert (record.name, values["result"]["documents_in"]) == ("000001.json", 9), done
     assert values["inputs"][0]["input"] == "alice/wiki/train-1.jsonl"
-    assert run(ROOT, config).stdout.count("done") == 1
     # The same texts from three files of a folder, by another reader.
     (tmp_path / "files").mkdir()
     for number in range(3):
         records_source(tmp_path / f"files/{number}.jsonl", TEXTS[9 * number :][:9])
     plain = [{"kind": "jsonl", "path": str(tmp_path / "files")}]
-    assert run(ROOT, make_config(sources=plain)).stdout.count("done") == 1
+    assert run(ROOT, config, make_config(sources=plain)).stdout.count("done") == 2
     digests = [
         [shard.sha256 for split in manifest.splits.values() for shard in split.shards]
         for manifest in (load_manifest(tmp_path / "hub"), load_manifest(tmp_path / "out"))
@@ -204,9 +203,9 @@ def test_each_file_of_a_dataset_is_a_unit(
     assert digests[0] == digests[1]
     # A finished corpus is compared without the hub, and another commit is not taken for it.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run(ROOT, config).stdout.count("done") == 1
     other = make_config(sources=[sources[0] | {"revision": "b" * 40}], **keys)
-    assert "input alice/wiki has changed" in run(ROOT, other).stderr
+    done = run(ROOT, config, other)
+    assert done.stdout.count("done") == 1 and "input alice/wiki has changed" in done.stderr
     new = make_config(sources=sources, **keys | {"output": tmp_path / "new"})
     assert "cannot load this dataset" in run(ROOT, new).stderr
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from support.processes import python
+from support import warm
+from support.processes import finished, python
 from support.runs import RECIPE, refused, start
 from support.said import Said
 from support.tiny import VOCABULARY, tiny_bert
@@ -117,7 +118,7 @@ def test_encoding_says_nothing_of_a_head_that_is_not_needed(
     changes = {**RECIPE, "student": {"architecture": "same", "num_layers": 2}}
     start(run_config(tmp_path / "run", teacher_folder, objective={"name": "embedding"}, **changes))
     code = f"from pretrain import encode; print(encode({str(tmp_path / 'run')!r}, ['a']).shape)"
-    done = python("-c", code)
+    done = finished(warm.python(), "-c", code)
     assert (done.stdout.strip(), done.stderr) == ("(1, 32)", "")
 
 

@@ -111,7 +111,7 @@ def test_a_run_begins_from_a_cut_teacher(
     teacher = tmp_path / "teacher"
     save_teacher(teacher)
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_layers": 2}
-    values = run_config(tmp_path / "run", teacher)
+    values = run_config(tmp_path / "run", teacher, train={"global_batch_size": 8})
     values["student"] = {**sizes, "architecture": architecture, "init": {"project": "teacher"}}
     values["objective"] = {"name": "distilbert", "kl": 5.0, "mlm": 2.0, "cosine": 0.0}
     path = tmp_path / "run.json"

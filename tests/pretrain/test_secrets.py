@@ -29,8 +29,8 @@ SECRETS = {
     "WANDB_API_KEY": "canary0of0weights0and0biases0123456789ab",
     "AWS_SECRET_ACCESS_KEY": "canary/of/the/object/store/0123456789abc",
 }
-# Two runs that fail: by what they are given, and by a bug of ours that no one expects.
-FAILING = """
+# A run, and two that fail: by what they are given, and by a bug of ours that no one expects.
+RUNS = """
 import sys
 import pretrain.train
 from launch.cli import main
@@ -38,13 +38,14 @@ from launch.cli import main
 def bug(*arguments, **options):
     raise AssertionError("a bug")
 
-for config in sys.argv[1:]:
+for number, config in enumerate(sys.argv[1:]):
+    if number == 2:
+        pretrain.train.train_step = bug
     sys.argv = ["distil", "pretrain", config, "--debug"]
     try:
         main()
     except SystemExit as stop:
         print("exit code", stop.code, file=sys.stderr)
-    pretrain.train.train_step = bug
 """
 
 
@@ -77,7 +78,7 @@ def listeners(pid: int) -> set[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
     """Return the files of three runs: to the end and exported, to a loss that is nan, and to a bug.
 
-    `log` and `failing.log` are what they printed, `heard` is where the first one listened.
+    `log` is what they printed, `heard` is where they listened.
     """
     folder = tmp_path_factory.mktemp("secrets")
     save_teacher(folder / "teacher")
@@ -117,29 +118,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
             )
 
     heard: set[str] = set()
-    failing = [config("poisoned-run", init=str(folder / "poisoned")), config("bug")]
-    first = start("log", "-m", "launch", "pretrain", config("finished", "wandb"))
-    others = start("failing.log", "-c", FAILING, *failing)
+    poisoned_run = config("poisoned-run", init=str(folder / "poisoned"))
+    runs = start("log", "-c", RUNS, config("finished", "wandb"), poisoned_run, config("bug"))
     try:
-        while first.poll() is None:
-            heard |= listeners(first.real)
+        while runs.poll() is None:
+            heard |= listeners(runs.real)
             time.sleep(0.05)
         (folder / "heard").write_text("\n".join(heard), encoding="utf-8")
-        assert first.returncode == 0, (folder / "log").read_text(encoding="utf-8")
+        assert runs.returncode == 0, (folder / "log").read_text(encoding="utf-8")
         with pytest.MonkeyPatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
             export(folder / "finished", folder / "exported", pytest.fail)
-        assert others.wait(600) == 0
     finally:
-        first.kill()
-        others.kill()
+        runs.kill()
     return folder
 
 
 def test_the_searched_files_are_not_empty(folder: Path) -> None:
-    log = (folder / "failing.log").read_text(encoding="utf-8")
-    poisoned, bug, _ = log.split("exit code")
+    log = (folder / "log").read_text(encoding="utf-8")
+    _, poisoned, bug, _ = log.split("exit code")
+    assert poisoned.startswith(" 0\n")
     assert "Traceback" in poisoned and "the loss is nan" in poisoned
     assert bug.startswith(" 3\n") and "Traceback" in bug and "AssertionError: a bug" in bug
     assert log.endswith("exit code 1\n")
