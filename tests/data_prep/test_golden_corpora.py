@@ -168,6 +168,8 @@ def problem(golden: dict[str, Any], name: str, found: dict[str, str]) -> str:
 @pytest.mark.parametrize("name", list(CORPORA))
 def test_bytes_change_only_with_the_behaviour(tmp_path: Path, name: str) -> None:
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    if (there := golden["libraries"]["python"]) != (here := code_of("finish").libraries["python"]):
+        pytest.skip(f"they are the bytes of Python {there}'s libraries, and this is {here}")
     found = digests(name, tmp_path)
     assert not (text := problem(golden, name, found)), text
     # What the test must notice, and what it says.

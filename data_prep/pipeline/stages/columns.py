@@ -28,17 +28,27 @@ def column(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Ar
     elif pa.types.is_fixed_size_binary(kind):
         buffers = [None, pa.py_buffer(b"".join(values))]
     else:
-        buffers = [None, pa.py_buffer(np.asarray(values, dtype=kind.to_pandas_dtype()))]
+        buffers = [None, pa.py_buffer(np.asarray(values, dtype=_dtype(kind)))]
     return pa.Array.from_buffers(kind, len(values), buffers)
 
 
 def fixed_width(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     """Return a column of numbers, or of bytes of one width, without nulls."""
     kind = column.type
-    binary = pa.types.is_fixed_size_binary(kind)
-    dtype = np.dtype(f"V{kind.byte_width}" if binary else kind.to_pandas_dtype())
+    dtype = _dtype(kind)
     parts = [np.empty(0, dtype=dtype)]
     for chunk in column.chunks:
         values = np.frombuffer(chunk.buffers()[1], dtype=dtype)
         parts.append(values[chunk.offset : chunk.offset + len(chunk)])
     return np.concatenate(parts)
+
+
+def _dtype(kind: pa.DataType) -> np.dtype[Any]:
+    # The type's own `to_pandas_dtype` imports pandas where pyarrow is older than 26.
+    if pa.types.is_fixed_size_binary(kind):
+        letter = "V"
+    elif pa.types.is_floating(kind):
+        letter = "f"
+    else:
+        letter = "u" if pa.types.is_unsigned_integer(kind) else "i"
+    return np.dtype(f"{letter}{kind.byte_width}")
