@@ -24,6 +24,7 @@ import json, os, resource, sys
 from pathlib import Path
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
+from data_prep.pipeline import code
 from data_prep.prepare import prepare
 
 def run(order):
@@ -43,6 +44,8 @@ def run(order):
     return {"error": error, "peak": peak * 1024}
 
 if __name__ == "__main__":
+    for stage in code.BEHAVIOUR:
+        code.code_of(stage)  # reads this project's source, which each fork would read again
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()

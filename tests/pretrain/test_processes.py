@@ -3,13 +3,13 @@
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import rank_work, ranks
+from support.processes import wait_until
 from support.tiny import save_teacher, tiny_bert
 
 from pretrain import RunError, checkpoint
@@ -174,9 +174,7 @@ def test_the_lock_of_a_killed_run_is_taken_over(settings: Settings) -> None:
     values = settings(micro_batch_size=12, max_steps=400)
     (holder,) = ranks.start(1, rank_work.once, values)
     log = Path(values["output"]) / "metrics.jsonl"
-    deadline = time.monotonic() + 600
-    while len(metrics.read_metrics(log)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(metrics.read_metrics(log)) > 1, values.copy, alive=holder.is_alive)
     with pytest.raises(Exception, match=f"pid {holder.pid}"):
         train(RunConfig.model_validate(values))
     holder.kill()

@@ -9,13 +9,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing import spawn
+from multiprocessing import forkserver, spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+HERE = Path(__file__).parent
 ZERO = Path(__file__).parents[2] / "launch" / "deepspeed"
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
@@ -27,9 +28,26 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         *("data_prep.prepare", "pretrain.train", "pretrain.config", "accelerate"),
-        *("transformers", "torch.distributed", "launch.torchrun.supervise"),
+        *("transformers", "torch.distributed", "launch.torchrun.supervise", "support.preloaded"),
     ]
 )
+_server = forkserver._forkserver  # type: ignore[attr-defined]
+_ensure_running = _server.ensure_running
+
+
+def _ensure_running_here() -> None:
+    """Start the server with the path of tests: Python 3.11 gives it none."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{HERE.parents[1]}{os.pathsep}{HERE.parent}"
+    try:
+        _ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+_server.ensure_running = _ensure_running_here
 
 
 class _Environment(dict[str, str]):

@@ -39,6 +39,9 @@ def preload() -> None:
                 continue
             with contextlib.suppress(ImportError):  # it needs a package that is not installed
                 importlib.import_module(module.name)
+    code = importlib.import_module("data_prep.pipeline.code")
+    for stage in code.BEHAVIOUR:
+        code.code_of(stage)  # reads this project's source, half a second for each `prepare`
 
 
 class Server:
