@@ -4,12 +4,13 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from data_prep import CorpusError
-from data_prep.pipeline import results
+from data_prep.pipeline import ray_tasks, results
 from data_prep.pipeline.engines import Engine, started
 from data_prep.pipeline.results import FailedError, Report, WorkerDiedError
 
@@ -168,3 +169,12 @@ def test_a_task_of_a_killed_ray_worker_runs_again(ray: Engine, tmp_path: Path) -
         run(double_or_fail, [1, 101, -1, 2], 1, engine=ray)
     kinds = {number: type(each) for number, each in error.value.failures.items()}
     assert kinds == {1: WorkerDiedError, 2: CorpusError}
+
+
+def test_a_node_says_why_it_does_not_see_the_store() -> None:
+    def refuse(name: str) -> None:
+        raise CorpusError("no credentials")
+
+    for read, why in ((refuse, "no credentials"), (lambda name: None, ""), (str.encode, None)):
+        place: Any = SimpleNamespace(shared=SimpleNamespace(read=read), marker="marker of a test")
+        assert ray_tasks._why_not_seen(place) == why

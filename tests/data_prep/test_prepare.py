@@ -99,6 +99,15 @@ def test_documents_in_are_kept_plus_dropped(make_config: Any, tmp_path: Path) ->
     assert json.loads(quarantine[0])["source"] == "bad"
 
 
+def test_documents_of_exactly_the_shortest_and_longest_length_are_kept(
+    make_config: Any, tmp_path: Path
+) -> None:
+    source = records_source(tmp_path / "lengths.jsonl", ["a" * n for n in (4, 5, 9, 10)])
+    config = make_config(sources=[source], min_characters=5, max_characters=9, max_unknown=1)
+    (found,) = prepare(config).sources
+    assert found.dropped == {"too short": 1, "too long": 1} and found.characters == 5 + 9
+
+
 def test_the_first_source_keeps_a_duplicate(make_config: Any, tmp_path: Path) -> None:
     sources = [
         lines_source(tmp_path / "b.txt", ["mask and pad", "stay text"]),

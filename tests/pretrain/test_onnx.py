@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from pretrain.deploy import quantise as quantise_module
 from pretrain.deploy import write as writing
 from pretrain.deploy.asked import Onnx, check_onnx
 from pretrain.deploy.graph import clean, compare, load_graph, precision_of, write, write_graph
-from pretrain.deploy.quality import HeadQuality, Quality
+from pretrain.deploy.quality import HeadQuality, Quality, TaskQuality
 from pretrain.deploy.quantise import groups_of, quantise, search
 from pretrain.deploy.session import Session
 from pretrain.encoders import encode, load_encoder
@@ -457,6 +458,57 @@ def test_head_quality_is_masked_accuracy(of_head: Path, corpus: Path) -> None:
     assert quality.of_all == pytest.approx(all_rows["accuracy"].value, abs=1e-9)
     assert quality.measure(file) == (quality.of_all, 1.0)
     assert quality.measure(file, part=True)[1] == 1.0
+
+
+def test_a_model_that_guesses_well_is_held_to_its_masked_accuracy(
+    of_head: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeadQuality, "_guesses", lambda self, *_: self.labels)
+    quality = HeadQuality(of_head / "onnx" / "model.onnx", corpus, 0)
+    assert (quality.guesses_well, quality.name, quality.of_all) == (True, "masked accuracy", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "same"),
+    [("question_answering", 6, 3 / 4), ("token_classification", 1, 13 / 14)],
+)
+def test_answers_are_compared_over_tokens_and_tags_over_classes(
+    kind: str, changed: int, same: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Change the end of one of two answers, or one tag of 14."""
+    known = np.zeros((2, 7, 2))
+    if kind == "question_answering":
+        for row, first, last in ((0, 3, 5), (1, 2, 4)):
+            known[row, first, 0] = known[row, last, 1] = 1.0
+    else:
+        known[..., 0] = 1.0
+    other = known.copy()
+    other[1, changed, 1] = 2.0
+    quality: Any = object.__new__(TaskQuality)
+    quality.rows, quality.places = SimpleNamespace(kind=kind), np.arange(2)
+    quality.in_fp32, quality._score = known, lambda *_: 0.5
+    monkeypatch.setattr("pretrain.deploy.quality.logits_of_file", lambda *_: other)
+    monkeypatch.setattr("pretrain.deploy.quality.Session", lambda file: file)
+    assert quality.measure(Path("file")) == (0.5, pytest.approx(same))
+
+
+def test_groups_of_a_deep_model_are_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take five layers of two products with inputs of their own."""
+    nodes, given = [], "x"
+    for layer in range(5):
+        for part in ("attention", "mlp"):
+            names = {"name": f"layers.{layer}.{part}.dense/MatMul"}
+            nodes.append(onnx.helper.make_node("MatMul", [given, "w"], [f"{layer}{part}"], **names))
+            given = f"{layer}{part}"
+    weight = numpy_helper.from_array(np.eye(2, dtype=np.float32), "w")
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], [], [weight]))
+    for most, wanted in ((9, [0, 1, 2, 3, 4]), (5, [0, 1, 2, 3, 4]), (3, [0, 2, 4]), (1, [0])):
+        monkeypatch.setattr(quantise_module, "_GROUPS", most)
+        groups = groups_of(model)
+        assert list(groups) == [f"layers from {first}" for first in wanted]
+        assert sorted(n for names in groups.values() for n in names) == sorted(
+            node.name for node in nodes
+        )
 
 
 # ---- folders and refusals -----------------------------------------------------------------------

@@ -159,6 +159,19 @@ def test_golden_values() -> None:
     assert [mix(x) for x in (1, 2, 0xFFFFFFFF)] == [1753845952, 3507691905, 1734902346]
     assert (derive(5, 9), root(2**40 + 3, 1, 2)) == (1453137416, 2585391108)
     assert permutation(np.arange(10), 10, 123).tolist() == [0, 3, 9, 6, 2, 8, 1, 7, 5, 4]
+    # At powers of four, where the network is just large enough, and below.
+    for size in (1, 2, 3, 4, 15, 16, 17):
+        half = next(bits for bits in range(1, 9) if 4**bits >= size)
+        low, keys = 2**half - 1, [derive(123, i) for i in range(6)]
+        for index, found in enumerate(permutation(np.arange(size), size, 123).tolist()):
+            x = index
+            while True:
+                left, right = x >> half, x & low
+                for key in keys:
+                    left, right = right, left ^ (int(mix(right + key)) & low)
+                if (x := (left << half) | right) < size:
+                    break
+            assert found == x, (size, index)
     order = Order(100, 8, seed=42)
     assert order.at(0)[1].tolist() == [1, 69, 63, 7, 83, 37, 4, 65]
     assert order.at(12)[1].tolist() == [19, 11, 51, 85, 13, 87, 82, 8]

@@ -4,7 +4,9 @@ import os
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,13 @@ from data_prep import CorpusError
 from data_prep.shards import open_shards
 from pretrain.config import MaskingConfig
 from pretrain.data.order import Order
-from pretrain.data.rows import StepDataset, explained_workers, loader
+from pretrain.data.rows import (
+    SUPERVISOR,
+    StepDataset,
+    explained_workers,
+    loader,
+    next_rows,
+)
 from pretrain.exit_codes import ExitCode
 from pretrain.monitor.status import verdict
 from pretrain.tasks.mlm.examples import MaskedRows, build_masking
@@ -91,3 +99,21 @@ def test_the_cause_that_arrives_after_a_broken_connection_is_raised(dataset: Ste
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_only_a_run_without_a_supervisor_waits_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+
+    class Noting:
+        def interrupt_after(self, seconds: float) -> Any:
+            asked.append(seconds)
+            return nullcontext()
+
+    signals: Any = Noting()
+    for supervised in (False, True):
+        if supervised:
+            monkeypatch.setenv(SUPERVISOR, "1")
+        assert next_rows(iter(["rows"]), signals, 7.5) == "rows"  # type: ignore[arg-type]
+    assert asked == [7.5, 0]

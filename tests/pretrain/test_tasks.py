@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,10 @@ from pretrain.model.folder import read_model
 from pretrain.model.student import build_student
 from pretrain.model.task_head import TaskHead
 from pretrain.model_config import Student
-from pretrain.objectives.finetune import loss_of_labels
+from pretrain.objectives.finetune import labels_term, loss_of_labels
 from pretrain.objectives.kd import soft_term
 from pretrain.scores import evaluate_tasks
+from pretrain.tasks import labelled_task
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, logits_by, task_head_of
 from pretrain.tasks.prediction import predict
 
@@ -636,3 +638,21 @@ def test_onnx_files_of_heads_answer_as_pytorch(tmp_path: Path, kind: str, family
         np.testing.assert_allclose(mine, wanted_logits, atol=1e-4, rtol=1e-4)
     if kind == "classification":
         other_tasks_are_refused(tmp_path, folder, shards)
+
+
+def test_validation_without_a_teacher_measures_what_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only training rows may have soft labels: then labels alone are measured."""
+    shards = task_data.make(tmp_path, "classification")
+    seen: list[list[Any]] = []
+    monkeypatch.setattr(labelled_task, "own_terms", lambda rows, terms, counts: seen.append(terms))
+    with_teacher: Any = SimpleNamespace(needs_teacher=True, over="", name="soft")
+    labels = labels_term(0.25)
+    task: Any = SimpleNamespace(logits=None, counts={})
+    for terms in ([with_teacher, labels], [with_teacher]):
+        measure = labelled_task.LabelledTask.measure
+        measure(task, None, open_shards(shards, "validation"), terms, teacher=False)
+    assert seen[0] == [labels]
+    ((only,),) = seen[1:]
+    assert (only.name, only.weight(0)) == (labels.name, 1.0)

@@ -25,7 +25,14 @@ from pretrain.data.hashing import derive, root
 from pretrain.export.export import export
 from pretrain.tasks.mlm.examples import build_masking
 from pretrain.tasks.mlm.masking import Masked, Masking
-from pretrain.tasks.mlm.words import LONGEST, Borders, borders, byte_alphabet, draw_words
+from pretrain.tasks.mlm.words import (
+    LONGEST,
+    Borders,
+    borders,
+    byte_alphabet,
+    draw_words,
+    first_kind,
+)
 
 GOES_ON = np.arange(V) % 3 == 0  # a third of the tokens continue a word
 WORDS = replace(UNIFORM, words=Borders(GOES_ON, *[np.zeros(V, bool)] * 4))
@@ -422,3 +429,9 @@ def test_a_term_on_masked_tokens_without_any_is_refused() -> None:
     values = {"output": "o", "shards": "s", "teacher": "t", "masking": {"probability": 0}}
     with pytest.raises(ValueError, match=r"masking\.probability is 0"):
         RunConfig.model_validate(values)
+
+
+def test_a_cut_character_is_of_the_script_of_most_that_begin_with_its_bytes() -> None:
+    """Take the first bytes of Devanagari and of Thai, which has no spaces: U+0900 and U+0E00."""
+    assert first_kind(b"\xe0\xa4") == ("L", False)
+    assert first_kind(b"\xe0\xb8") == ("L", True)
