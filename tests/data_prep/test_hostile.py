@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.hostile import CASES, Hostile
+from support.processes import ROOT
 
 from data_prep.shards import load_manifest, verify
 
@@ -20,11 +21,10 @@ PEAK = 2**30  # bytes
 # Each corpus is prepared in a fork of one process that has imported everything: that takes a
 # second, and 48 corpora are prepared. A line of JSON is answered with a line of JSON.
 SERVER = """
-import json, os, resource, sys
+import json, os, resource, runpy, sys
 from pathlib import Path
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.pipeline import code
 from data_prep.prepare import prepare
 
 def run(order):
@@ -44,8 +44,7 @@ def run(order):
     return {"error": error, "peak": peak * 1024}
 
 if __name__ == "__main__":
-    for stage in code.BEHAVIOUR:
-        code.code_of(stage)  # reads this project's source, which each fork would read again
+    runpy.run_path(sys.argv[1])
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
@@ -80,11 +79,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pope
     script = tmp_path_factory.mktemp("server") / "run.py"
     script.write_text(SERVER)
     with subprocess.Popen(
-        [sys.executable, script],
+        [sys.executable, script, ROOT / "tests" / "support" / "preloaded.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     ) as process:
         yield process
         assert process.stdin is not None

@@ -73,8 +73,7 @@ class Server(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         cls = type(self)
-        # After a HEAD that fails fsspec asks for the whole file, and closes it.
-        if self.command == "GET" and cls.draw.random() < cls.fails:
+        if cls.draw.random() < cls.fails:
             cls.failed += 1
             self.send_error(503)
             return
@@ -125,9 +124,11 @@ def corpus(output: Path, path: str, kind: str = "text") -> CorpusConfig:
 def test_a_server_that_fails_now_and_then_moves_each_byte_about_once(
     tmp_path: Path, server: tuple[str, type[Server]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "BLOCK", ranges.BLOCK // 8)
+    monkeypatch.setattr(ranges, "BLOCK", ranges.BLOCK // 2)
     url, handler = server
-    handler.data, handler.fails = texts(3_500), 0.1
+    # After a HEAD that fails fsspec asks for the whole file and closes it, which is no part of
+    # `sent` if the file is larger than the buffers of a connection.
+    handler.data, handler.fails = texts(14_000), 0.1
     parts = {"piece_bytes": len(handler.data) // 3 + 1}
     (tmp_path / "texts.txt").write_bytes(handler.data)
     local = prepare(corpus(tmp_path / "local", str(tmp_path / "texts.txt")), **parts)

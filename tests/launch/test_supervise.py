@@ -141,6 +141,19 @@ def listening(processes: list[psutil.Process]) -> list[str]:
     return [str(c.laddr.ip) for c in connections if c.status == psutil.CONN_LISTEN]
 
 
+def test_a_run_stays_on_loopback_and_saves_when_told_to_stop(start: Start) -> None:
+    run = start(2, until=UNDER_WAY)
+    heard = listening([psutil.Process(run.pid), *run.started()])
+    assert len(heard) == 2  # gloo's socket of each rank
+    assert set(heard) == {"127.0.0.1"}
+    assert run.code_after(signal.SIGTERM) == 75
+    status = read_status(run.output)
+    assert status is not None
+    assert (status["launch"], status["ended"]) == ("it", "interrupted")
+    assert re.fullmatch(r"rank 0 is under way\ninterrupted: at most 60 s .+\n", run.screen)
+    assert [run.log(rank) for rank in range(2)] == [f"rank {r} is under way\n" for r in range(2)]
+
+
 def test_a_socket_on_all_interfaces_would_be_noticed() -> None:
     with socket.create_server(("", 0)):
         assert "0.0.0.0" in listening([psutil.Process()])
@@ -295,26 +308,10 @@ def test_an_unreadable_log_is_not_shown_further(tmp_path: Path) -> None:
     assert watch.last_words(Beat(0, 1, "host", 1, "data", "", 1, False)) == ""
 
 
-def test_a_crash_is_shown_once_and_the_next_attempt_stays_on_loopback_and_saves(
-    start: Start,
-) -> None:
-    run = start(2, *ENDLESS, "crash-once", "1", "20", max_restarts=2, until="restart 1 of 2")
-    again = run.output / "logs/it/attempt-2/rank-00001.log"
-    wait_until(
-        lambda: again.exists() and UNDER_WAY.replace("0", "1") in again.read_text(),
-        lambda: run.screen,
-        alive=run.process.is_alive,
-    )
-    heard = listening([psutil.Process(run.pid), *run.started()])
-    assert len(heard) == 2  # gloo's socket of each rank
-    assert set(heard) == {"127.0.0.1"}
-    assert run.code_after(signal.SIGTERM) == 75
-    status = read_status(run.output)
-    assert status is not None
-    assert (status["launch"], status["ended"]) == ("it", "interrupted")
-
+def test_a_crash_is_shown_once_and_the_next_attempt_finishes(start: Start) -> None:
+    run = start(2, ENTRY, "support.worker", "40", "crash-once", "1", "20", max_restarts=2)
+    assert run.code(START) == 0
     screen = run.screen
-    assert re.search(r"^rank 0 is under way\ninterrupted: at most 60 s .+\n\Z", screen, re.M)
     assert screen.count("Traceback") == 1
     assert 'raise LookupError("row 17 has gone astray")' in screen
     assert re.search(
@@ -325,9 +322,7 @@ def test_a_crash_is_shown_once_and_the_next_attempt_stays_on_loopback_and_saves(
     # What was there to be shown; gloo has several ways to say it.
     assert "Traceback" in run.log(0)
     assert "LookupError" in run.log(1)
-    assert [run.log(rank, attempt=2) for rank in range(2)] == [
-        f"rank {rank} is under way\n" for rank in range(2)
-    ]
+    assert run.log(1, attempt=2) == "rank 1 is under way\n"
     for path in run.output.rglob("*"):
         assert path.is_dir() or CANARY not in path.read_text(), path
 
@@ -352,8 +347,8 @@ def test_a_launch_leaves_nothing_among_temporary_files(start: Start) -> None:
 
 
 def test_no_process_outlives_the_supervisor(start: Start) -> None:
-    run = start(1, until=UNDER_WAY)
-    assert len(run.started()) == 2  # torchrun and its rank
+    run = start(2, until=UNDER_WAY)
+    assert len(run.started()) == 3  # torchrun and its ranks
     os.kill(run.pid, signal.SIGKILL)
     wait_until(lambda: not run.started(), run.started, LIMIT)
 

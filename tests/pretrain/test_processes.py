@@ -174,7 +174,11 @@ def test_the_lock_of_a_killed_run_is_taken_over(settings: Settings) -> None:
     values = settings(micro_batch_size=12, max_steps=400)
     (holder,) = ranks.start(1, rank_work.once, values)
     log = Path(values["output"]) / "metrics.jsonl"
-    wait_until(lambda: len(metrics.read_metrics(log)) > 1, values.copy, alive=holder.is_alive)
+    wait_until(
+        lambda: len(metrics.read_metrics(log)) > 1,
+        lambda: f"exit code {holder.exitcode}",
+        alive=holder.is_alive,
+    )
     with pytest.raises(Exception, match=f"pid {holder.pid}"):
         train(RunConfig.model_validate(values))
     holder.kill()

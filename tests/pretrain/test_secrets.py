@@ -97,14 +97,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
         "WANDB_MODE": "offline",
     }
 
-    def config(name: str, *trackers: str, **student: object) -> str:
+    def config(name: str, **student: object) -> str:
         values = run_config(
             folder / name,
             folder / "teacher",
             student={"num_layers": 2, **student},
             train={"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
             evaluation={"rows": 4},
-            logging={"trackers": ["tensorboard", *trackers]},
+            logging={"trackers": ["tensorboard", "wandb"]},
         )
         return str(write_yaml(values))
 
@@ -119,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
 
     heard: set[str] = set()
     poisoned_run = config("poisoned-run", init=str(folder / "poisoned"))
-    runs = start("log", "-c", RUNS, config("finished", "wandb"), poisoned_run, config("bug"))
+    runs = start("log", "-c", RUNS, config("finished"), poisoned_run, config("bug"))
     try:
         while runs.poll() is None:
             heard |= listeners(runs.real)

@@ -643,15 +643,15 @@ def test_onnx_files_of_heads_answer_as_pytorch(tmp_path: Path, kind: str, family
 def test_validation_without_a_teacher_measures_what_needs_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only training rows may have soft labels: then labels alone are measured."""
+    """Only training rows may have soft labels: validation then measures the labels."""
     shards = task_data.make(tmp_path, "classification")
     seen: list[list[Any]] = []
     monkeypatch.setattr(labelled_task, "own_terms", lambda rows, terms, counts: seen.append(terms))
     with_teacher: Any = SimpleNamespace(needs_teacher=True, over="", name="soft")
     labels = labels_term(0.25)
     task: Any = SimpleNamespace(logits=None, counts={})
+    measure = labelled_task.LabelledTask.measure
     for terms in ([with_teacher, labels], [with_teacher]):
-        measure = labelled_task.LabelledTask.measure
         measure(task, None, open_shards(shards, "validation"), terms, teacher=False)
     assert seen[0] == [labels]
     ((only,),) = seen[1:]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import ROOT
 
-HERE = Path(__file__).parent
-ZERO = Path(__file__).parents[2] / "launch" / "deepspeed"
+ZERO = ROOT / "launch" / "deepspeed"
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
 )
@@ -37,14 +37,9 @@ _ensure_running = _server.ensure_running
 
 def _ensure_running_here() -> None:
     """Start the server with the path of tests: Python 3.11 gives it none."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{HERE.parents[1]}{os.pathsep}{HERE.parent}"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
         _ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
 
 
 _server.ensure_running = _ensure_running_here
@@ -54,7 +49,7 @@ class _Environment(dict[str, str]):
     """Give a forked process the variables of who starts it, not of the server."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Whoever reads this cannot import modules of tests yet.
+        # No function of this module: a process that is spawned cannot import it yet.
         take = f"os.environ.clear(); os.environ.update({dict(self)!r}); tempfile.tempdir = None"
         return exec, ("import os, tempfile; " + take,)
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 MEMORY = Path("/dev/shm")  # flushing takes no time there, and a killed process proves nothing of it
 
 
-SOME = 11  # the distance between two lines of the sample; each phase of a save has ten or more
+SOME = 7  # the distance between two lines of the sample; each phase of a save has ten or more
 TOGETHER = ("kills", "first kills", "errors", "large files", "flushes")
 Disasters = Callable[..., tuple[Path, list[dict[str, Any]]]]
 MANY = 1 if os.environ.get("DISTIL_TORTURE") else 2  # `make torture` sets it
