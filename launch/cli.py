@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -73,6 +75,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    atexit.register(gc.freeze)  # the interpreter's last search for garbage takes a second
     # Keep child processes of multiprocessing from importing modules of the working directory.
     # Python 3.10 ignores the variable.
     os.environ.setdefault("PYTHONSAFEPATH", "1")

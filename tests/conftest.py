@@ -1,6 +1,7 @@
 """Run all tests with one thread per process: tiny models gain nothing from more."""
 
 import atexit
+import gc
 import hashlib
 import locale
 import multiprocessing
@@ -57,6 +58,15 @@ else:
     torch.set_num_threads(1)
 
 pytest_plugins = ["support.costs"]
+gc.disable()  # until all tests are collected: a million objects, none of them garbage
+
+
+def pytest_collection_finish() -> None:
+    """Leave the objects of all tests out of each later search for garbage."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

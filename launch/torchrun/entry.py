@@ -6,6 +6,8 @@
 instead of the library. Python 3.10 has no option against that (-P came with 3.11).
 """
 
+import atexit
+import gc
 import os
 import sys
 
@@ -19,5 +21,6 @@ if __name__ == "__main__":
         sys.path.insert(0, root)
     import runpy
 
+    atexit.register(gc.freeze)  # see launch.cli.main
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -8,15 +8,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from data_prep.disk.json_files import indented_json
 from pretrain.checkpoint.commit import Contents, commit, tidy
 from pretrain.checkpoint.layout import folder_name
 from pretrain.checkpoint.snapshot import Snapshot, complete, without_weights
+
+if TYPE_CHECKING:  # takes two seconds, which ranks without a model need not wait
+    from transformers import PreTrainedModel
 
 
 class Writer:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from data_prep.disk import hash_file, sync
 from pretrain import RunError
@@ -30,6 +30,9 @@ from pretrain.checkpoint.layout import (
 )
 from pretrain.checkpoint.reading import DamagedError, read_state, verify
 from pretrain.files import replace_text, writing_to
+
+if TYPE_CHECKING:  # takes two seconds, which ranks without a model need not wait
+    from transformers import PreTrainedModel
 
 _TEMPORARY = ".tmp-"
 

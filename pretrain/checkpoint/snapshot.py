@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:  # takes two seconds, which ranks without a model need not wait
+    from transformers import PreTrainedModel
 
 
 class Snapshot:

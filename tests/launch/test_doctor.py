@@ -29,13 +29,15 @@ def test_tested_versions_are_those_of_the_constraints() -> None:
     assert {name: pins[name] for name in checks.TESTED} == checks.TESTED
 
 
-def test_this_machine_is_well(distil: Distil) -> None:
-    code, out, err = distil("doctor")
+def test_this_machine_is_well_and_two_processes_sum() -> None:
+    code, out, err = in_a_process("doctor", "--distributed", "--gpus", 2)
     assert code == 0, out + err
     assert re.search(r"(?m)^(ok|note) +torch: 2\.", out) and out.endswith("all is well\n")
     free = shutil.disk_usage(".").free / 1e9
     (shown,) = re.findall(r"disk: ([\d.]+) GB free", out)
     assert float(shown) == pytest.approx(free, rel=0.05)
+    (speed,) = re.findall(r"ok    sums: .* over 2 process\(es\) .*: ([\d.]+) GB/s", out)
+    assert float(speed) > 0 and "clocks: at most 0." in out
 
 
 def test_a_version_outside_of_what_setup_allows_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +87,6 @@ def test_a_disk_that_is_too_small_fails(run: Path) -> None:
 
     found = {one.what: one for one in checks.places(load_config(RunConfig, run), 10**18)}
     assert found["disk"].grade == "fail" and "lower checkpoint.keep" in found["disk"].text
-
-
-def test_two_processes_sum_and_say_how_fast() -> None:
-    code, out, err = in_a_process("doctor", "--distributed", "--gpus", 2)
-    assert code == 0, out + err
-    (speed,) = re.findall(r"ok    sums: .* over 2 process\(es\) .*: ([\d.]+) GB/s", out)
-    assert float(speed) > 0 and "clocks: at most 0." in out
 
 
 def test_a_node_that_does_not_answer_is_named() -> None:

@@ -121,6 +121,7 @@ def save_model(folder: Path, family: str, kind: str, *, seed: int = 0, **changes
         "intermediate_size": 64,
         "max_position_embeddings": 80,
     }
+    sizes |= {name: changes.pop(name) for name in sizes if name in changes}
     known = FAMILIES[family]
     config = known.new_config({**sizes, **known.rates(0.0, 0.0)}, {"pad": 0, "cls": 2, "sep": 3})
     for key in ("classifier_dropout", "seq_classif_dropout", "qa_dropout"):
