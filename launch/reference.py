@@ -10,6 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 from data_prep.config import CorpusConfig
@@ -239,6 +240,7 @@ def _subclasses(of: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(each)
 
 
+@cache
 def _texts(model: type[Any]) -> dict[str, str]:
     """Return the docstring of each field of a class, and of those that it inherits."""
     found: dict[str, str] = {}

@@ -27,6 +27,13 @@ os.environ["LC_ALL"] = "C.UTF-8"
 with suppress(locale.Error):  # a system without this name
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
 
+# Files of tests lie in memory where there is room: they are small, and each is written to be kept.
+MEMORY = Path("/dev/shm")
+if "TMPDIR" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
+    room = os.statvfs(MEMORY)
+    if room.f_bavail * room.f_frsize > 4 << 30 and not room.f_flag & os.ST_NOEXEC:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+
 # Every worker has its own home, so no test reads or writes the user's files. The session shares
 # what takes long to download or to compile. Nested sessions of pytest share it too.
 REAL_HOME = os.environ.get("DISTIL_TEST_REAL_HOME", os.environ.get("HOME", ""))

@@ -216,7 +216,8 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
         return ["memory: add --hardware NAME"], 0.0
     config = with_defaults(_with_precision(config, where.device), where.device, where.world)
     share = config.train.global_batch_size // where.world
-    counted = _budget(_shape(config), found.student, found.teacher, found.rows, where.device)
+    rows_like = found.rows._replace(rows=0, tokens=0)  # their number takes no memory
+    counted = _budget(_shape(config), found.student, found.teacher, rows_like, where.device)
     held: dict[str, int] = dict(counted.held)
     if asked is not None and asked.zero is not None:
         for part in ("AdamW", "gradients")[: asked.zero]:
@@ -279,7 +280,7 @@ def _with_precision(config: RunConfig, used: Device) -> RunConfig:
 
 def _shape(config: RunConfig) -> str:
     """Return a config as JSON, without what differs between runs that take as much memory."""
-    values = config.model_dump(mode="json", include=_OF_MEMORY, exclude_unset=True)
+    values = config.model_dump(mode="json", include=_OF_MEMORY)
     values |= {"output": "run", "shards": "shards", "teacher": config.teacher and "teacher"}
     values["train"] = config.train.model_dump(include={"precision", "activation_checkpointing"})
     return json.dumps(values, sort_keys=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.cpu_layers import have_product, product
 
+_SIZES = {"cpu": 1024}  # of the matrices whose product shows a processor's peak
 _PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy")
 
 
@@ -78,7 +79,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     other work on the machine only slows a product.
     """
     dtype = PRECISIONS[precision].dtype
-    size = 1024 if device.type == "cpu" else 4096
+    size = _SIZES.get(device.type, 4096)
     best = 0.0
     for rows, inner in ((size // 4, size), (size, size), (size, 3 * size)):
         a = torch.randn(rows, inner, device=device).to(dtype)

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support import warm
 from support.processes import ROOT, python, wait_until
 from support.ranks import FORKS
 
@@ -44,10 +45,12 @@ def under_supervision(output: Path, ranks: int, command: list[str], options: Any
     os.dup2(screen, 1)
     os.dup2(screen, 2)
     os.environ["WORKER_OUTPUT"] = str(output)
+    if program := options.pop("python", None):  # of ranks, for torchrun
+        os.environ["PYTHON_EXEC"] = program
     if temporary := options.pop("temporary", None):
         os.environ["TMPDIR"] = tempfile.tempdir = temporary
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parents[1])])
-    os.environ["HF_TOKEN"] = os.environ["AWS_SECRET_ACCESS_KEY"] = CANARY
+    os.environ["AWS_SECRET_ACCESS_KEY"] = CANARY
     argv = [sys.executable, ENTRY, "torch.distributed.run", f"--nproc-per-node={ranks}", SIGNALS]
     values = {"timeout": LIMIT, "grace": LIMIT, "max_restarts": 0, **options}
     sys.exit(supervise([*argv, *command], output=output, launch_id="it", loopback=True, **values))
@@ -309,7 +312,8 @@ def test_an_unreadable_log_is_not_shown_further(tmp_path: Path) -> None:
 
 
 def test_a_crash_is_shown_once_and_the_next_attempt_finishes(start: Start) -> None:
-    run = start(2, ENTRY, "support.worker", "40", "crash-once", "1", "20", max_restarts=2)
+    command = (ENTRY, "support.worker", "40", "crash-once", "1", "20")
+    run = start(2, *command, max_restarts=2, python=warm.python())
     assert run.code(START) == 0
     screen = run.screen
     assert screen.count("Traceback") == 1
@@ -358,7 +362,7 @@ def test_a_diverged_run_is_one_line_despite_an_older_status_file(
 ) -> None:
     (tmp_path / "out").mkdir()
     write_status(tmp_path / "out", ended="interrupted", step=1, num_steps=2, exit_code=75)
-    run = start(2, *ENDLESS, "diverge", "1", "3", max_restarts=5)
+    run = start(2, *ENDLESS, "diverge", "1", "3", max_restarts=5, python=warm.python())
     assert run.code(START) == 3
     assert run.screen == "error: step 3: the loss is nan\n"
 

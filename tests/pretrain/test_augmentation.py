@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def language_model(folder: Path, vocabulary: list[str]) -> Path:
     return folder
 
 
-def candidates(model: Any, ids: list[int], place: int, second: int, most: int) -> set[str]:
+@cache
+def candidates(model: Any, ids: tuple[int, ...], place: int, second: int, most: int) -> set[str]:
     """Return the best words at a place by plain transformers, a text at a time."""
     masked = torch.tensor([ids])
     masked[0, place] = MASK
@@ -61,7 +63,7 @@ def test_each_new_word_is_a_candidate_of_the_text_that_it_replaces_a_word_of(
     for row, second in zip(
         rows.shards.rows(range(len(rows.shards))), rows.columns["second"], strict=True
     ):
-        ids = [int(id) for id in row if id != PAD]
+        ids = tuple(int(id) for id in row if id != PAD)
         originals.append((ids, int(second)))
     counts: dict[str, int] = {}
     for ids, _ in originals:
@@ -70,7 +72,7 @@ def test_each_new_word_is_a_candidate_of_the_text_that_it_replaces_a_word_of(
     words = [word for word in counts if word.isalpha()]
     at_least = sorted((counts[word] for word in words), reverse=True)[4]
 
-    def changes(new: list[list[str]], ids: list[int], second: int) -> int | None:
+    def changes(new: list[list[str]], ids: tuple[int, ...], second: int) -> int | None:
         """Return how many words of an example became candidates; None: others changed, too."""
         end = second - 1 if second else len(ids) - 1
         parts = [ids[1:end], ids[second:-1] if second else []]

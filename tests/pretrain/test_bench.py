@@ -12,11 +12,18 @@ import torch
 import yaml
 from support.tiny import save_teacher
 
+from pretrain.bench import machine
 from pretrain.model.families import FAMILIES
 
 Distil = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--width", "32", "--row-length", "16", "--micro-batch", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _short_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the peak be of smaller products: each measurement takes half a second else."""
+    monkeypatch.setitem(machine._SIZES, "cpu", 256)
 
 
 def assert_refused(ended: tuple[int, str, str], *parts: str) -> None:

@@ -43,7 +43,7 @@ def forked() -> float:
     pid = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid is None:
         return warm.cpu_seconds()
-    return warm.cpu_seconds() + sum(psutil.Process(pid).cpu_times()[:4])
+    return warm.cpu_seconds() + sum(psutil.Process(warm.forked_for(pid)).cpu_times()[:4])
 
 
 class Costs:

@@ -1,4 +1,4 @@
-"""Start real processes that train together over gloo. A server imports torch once and forks."""
+"""Start real processes that train together over gloo. A server forks them, see `support.warm`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing import forkserver, spawn
+from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.processes import ROOT
 
 ZERO = ROOT / "launch" / "deepspeed"
@@ -36,9 +37,11 @@ _ensure_running = _server.ensure_running
 
 
 def _ensure_running_here() -> None:
-    """Start the server with the path of tests: Python 3.11 gives it none."""
+    """Fork the server, too, with the path of tests: Python 3.11 gives it none."""
+    resource_tracker.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+        patch.setattr(spawn, "get_executable", lambda: os.fsencode(warm.python()))
         _ensure_running()
 
 
@@ -46,12 +49,12 @@ _server.ensure_running = _ensure_running_here
 
 
 class _Environment(dict[str, str]):
-    """Give a forked process the variables of who starts it, not of the server."""
+    """Give a forked process the variables and the interpreter of who starts it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # No function of this module: a process that is spawned cannot import it yet.
         take = f"os.environ.clear(); os.environ.update({dict(self)!r}); tempfile.tempdir = None"
-        return exec, ("import os, tempfile; " + take,)
+        return exec, (f"import os, sys, tempfile; sys.executable = {sys.executable!r}; {take}",)
 
 
 _prepared = spawn.get_preparation_data

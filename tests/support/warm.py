@@ -72,6 +72,15 @@ class Process(subprocess.Popen[Any]):
                 os.kill(self.real, number)
 
 
+def forked_for(pid: int) -> int:
+    """Return the pid of the process that was forked for a program, or its own if none was."""
+    try:
+        with open(f"{os.path.dirname(_program[0])}/pid-{pid}") as file:
+            return int(file.read())
+    except (OSError, ValueError, IndexError):
+        return pid
+
+
 def cpu_seconds() -> float:
     """Return the CPU time of all forked processes that have ended."""
     try:

@@ -26,7 +26,7 @@ READ_AT_START += ("OPENBLAS", "LD_", "LC_", "LANG", "HOME", "XDG_", "TRITON")
 READ_AT_START += ("TOKENIZERS", "NO_COLOR", "FORCE_COLOR", "TERM")
 # Read later, or set by an import.
 FOLLOWED = ("PYTHONSAFEPATH", "PYTEST_", "PYTORCH_", "TORCHELASTIC_", "TORCH_DISABLE_SHARE")
-FOLLOWED += ("TORCH_NCCL_ASYNC",)
+FOLLOWED += ("TORCH_NCCL_ASYNC", "PYTHON_EXEC")
 FOLLOWED += ("KMP_DUPLICATE", "KMP_INIT")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 
@@ -53,8 +53,8 @@ def state(environment: "dict[str, str]") -> "dict[str, object]":
 
 def client(folder: str, interpreter: str) -> None:
     """Run this command line in a process that the server forks; end as it ends."""
-    argv = sys.argv[1:]
-    replaced = [interpreter, *argv]
+    replaced = [interpreter, *sys.argv[1:]]
+    argv = sys.argv[2:] if sys.argv[1:2] == ["-B"] else sys.argv[1:]  # as its variable says, too
     plain = argv[1:] if argv[:1] == ["-u"] else argv
     script = len(plain) > 0 and plain[0].endswith(".py") and "site-packages" not in plain[0]
     if not (script or plain[:1] == ["-c"] or plain[:2] == ["-m", "launch"]):
