@@ -19,6 +19,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in eve
 os.environ["GOMP_SPINCOUNT"] = "0"  # the few tests of several threads wait without spinning
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Each process would compile this project again, each worker of pytest all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.pop("FORCE_COLOR", None)  # rich would colour text that tests compare
 # Text files are read and written as UTF-8, here and in children, whatever the user's locale says.
 for name in ("LANG", "PYTHONUTF8", "PYTHONCOERCECLOCALE"):

@@ -146,7 +146,7 @@ def test_pooling_dense_and_normalize_are_in_the_graph(
 ) -> None:
     """Compare with sentence-transformers, which reads the same folder."""
     library = pytest.importorskip("sentence_transformers")
-    model = tiny_bert(2)
+    model = tiny_bert(1)
     model.base_model.save_pretrained(tmp_path)
     save_tokenizer(tmp_path, corpus)
     draw = torch.Generator().manual_seed(0)

@@ -53,8 +53,8 @@ def state(environment: "dict[str, str]") -> "dict[str, object]":
 
 def client(folder: str, interpreter: str) -> None:
     """Run this command line in a process that the server forks; end as it ends."""
-    replaced = [interpreter, *sys.argv[1:]]
-    argv = sys.argv[2:] if sys.argv[1:2] == ["-B"] else sys.argv[1:]  # as its variable says, too
+    argv = sys.argv[1:]
+    replaced = [interpreter, *argv]
     plain = argv[1:] if argv[:1] == ["-u"] else argv
     script = len(plain) > 0 and plain[0].endswith(".py") and "site-packages" not in plain[0]
     if not (script or plain[:1] == ["-c"] or plain[:2] == ["-m", "launch"]):
