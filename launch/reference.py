@@ -74,7 +74,7 @@ def schema(kind: str) -> dict[str, Any]:
     found = KINDS[kind].model_json_schema()
     classes = {each.__name__: each for each in _subclasses(Keys)}
     for name, part in {KINDS[kind].__name__: found, **found["$defs"]}.items():
-        for key, text in _texts(classes[name]).items():
+        for key, text in _texts(classes[name]).items():  # type: ignore[arg-type]
             if key in part.get("properties", {}):
                 part["properties"][key]["description"] = text
     _widen(found)
