@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from support import warm
-from support.processes import ROOT, in_a_process, unused_port
+from support.processes import ROOT, in_a_process, unused_port, wait_until
 
 from launch import checks
+from launch.torchrun import sums
+from launch.torchrun.command import Head
 
 Distil = Callable[..., Any]
 
@@ -124,16 +127,21 @@ def test_options_of_sums_need_them(distil: Distil, run: Path) -> None:
 @pytest.mark.slow
 def test_nodes_that_do_not_fit_each_other_say_why() -> None:
     for gpus, rank, message in ((1, 1, "says 2 x 2 processes, this one's 2 x 1"), (2, 0, "port")):
-        head = f"127.0.0.1:{unused_port()}"
-        command = [sys.executable, "-m", "launch", "doctor", "--distributed", "--nodes", "2"]
-        command += ["--head", head, "--timeout", "30"]
-        first = subprocess.Popen(
-            [*command, "--gpus", "2", "--node-rank", "0"], stdout=subprocess.PIPE, text=True
-        )
-        time.sleep(5)
-        options = (*command[3:], "--gpus", gpus, "--node-rank", rank)
-        code, out, err = in_a_process(*options)
+        head = Head("127.0.0.1", unused_port())
+        options = ("doctor", "--distributed", "--nodes", 2, "--timeout", 30)
+        options += ("--head", f"{head.host}:{head.port}")
+        command = ("-m", "launch", *options, "--gpus", 2, "--node-rank", 0)
+        first = warm.Process(*command, stdout=subprocess.PIPE, text=True)
+        meets = (head.host, head.port_apart(sums._APART))
+        wait_until(partial(answers, meets), first.poll)
+        code, out, err = in_a_process(*options, "--gpus", gpus, "--node-rank", rank)
         first_out, _ = first.communicate(timeout=600)
         assert code == 2 and first.returncode == 2
         assert message in out + first_out, out + err + first_out
         assert "Traceback" not in err
+
+
+def answers(address: tuple[str, int]) -> bool:
+    """Return whether a program listens there."""
+    with socket.socket() as one:
+        return one.connect_ex(address) == 0

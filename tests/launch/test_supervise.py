@@ -31,8 +31,8 @@ from launch.torchrun.supervise import _remove_abandoned, exit_code, may_restart,
 from launch.torchrun.watch import Beat, Cause, Watch
 from pretrain.monitor.status import read_status, write_status
 
-LIMIT = 60  # seconds for what is promised
-START = 240  # seconds for processes to start on a busy machine
+LIMIT = 60  # seconds that the supervisor is given
+HANG = 600  # seconds after which a test gives up
 ENDLESS = (ENTRY, "support.worker", "1000000")
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 UNDER_WAY = "rank 0 is under way"
@@ -102,9 +102,9 @@ class Supervised:
         os.kill(self.pid, number)
         return self.code()
 
-    def code(self, limit: float = LIMIT) -> int:
+    def code(self) -> int:
         """Return the exit code; assert that no process is left."""
-        self.process.join(limit)
+        self.process.join(HANG)
         assert self.process.exitcode is not None, f"still there:\n{self.screen}"
         assert self.started() == []
         return self.process.exitcode
@@ -216,6 +216,7 @@ def test_a_second_signal_kills_at_once(start: Start, tmp_path: Path) -> None:
     run = start(1, *ENDLESS, "hang", "0", "3", grace=10 * LIMIT, until="about to hang")
     (tmp_path / "out/checkpoints/step-00000002").mkdir(parents=True)
     os.kill(run.pid, signal.SIGTERM)
+    run.until("interrupted")
     time.sleep(1.2)
     assert run.process.is_alive()
     assert run.code_after(signal.SIGTERM) == 75
@@ -237,7 +238,7 @@ def test_a_killed_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_stopped_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> None:
-    run = start(3, until=UNDER_WAY, timeout=15)
+    run = start(3, until=UNDER_WAY, timeout=30)
     name = run.name(1)
     run.rank(1).suspend()
     assert run.code() == 1
@@ -252,8 +253,8 @@ def test_a_stopped_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("ranks", "fault", "timeout", "waits", "log"),
     [
-        (2, "hang", 15, r", and rank 0 waited for it in vain at step 20 \(counts\)", "Timed out"),
-        (1, "hang", 6, r" for \d+ s", ""),
+        (2, "hang", 30, r", and rank 0 waited for it in vain at step 20 \(counts\)", "Timed out"),
+        (1, "hang", 15, r" for \d+ s", ""),
         (2, "hang-nccl", LIMIT, ", and rank 0 .+", ""),  # whose watchdog aborts it
     ],
     ids=["blocks a collective", "waits for data", "has another aborted"],
@@ -262,7 +263,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     start: Start, ranks: int, fault: str, timeout: int, waits: str, log: str
 ) -> None:
     run = start(ranks, *ENDLESS, fault, str(ranks - 1), "20", timeout=timeout)
-    assert run.code(START) == 1
+    assert run.code() == 1
     has = "" if ranks > 1 else "has "
     line = rf"^rank {ranks - 1} \(.+\) {has}stood at step 20 \(data\){waits}$"
     assert re.search(line, run.screen, re.M), run.screen
@@ -276,13 +277,13 @@ def test_a_stopped_loader_worker_ends_the_run_and_is_named(
     start: Start, run: Path, ranks: int, stopped: int
 ) -> None:
     command = (*pretrain(run), "train.max_steps=100000", "train.num_workers=1")
-    supervised = start(ranks, *command, timeout=15, until="step 3/")
+    supervised = start(ranks, *command, timeout=30, until="step 3/")
     processes = [p for p in supervised.started() if "RANK" in p.environ()]
     parents = [p.pid for p in processes]
     workers = {p.environ()["RANK"]: p for p in processes if p.ppid() in parents}
     assert len(workers) == ranks
     workers[str(stopped)].suspend()
-    assert supervised.code(START) == 1
+    assert supervised.code() == 1
     pid = workers[str(stopped)].pid
     assert f"its loader worker, pid {pid}, is stopped" in supervised.screen
     assert re.search(rf"rank {stopped} \(.*\) (has )?stood at step \d+ \(data\)", supervised.screen)
@@ -290,8 +291,8 @@ def test_a_stopped_loader_worker_ends_the_run_and_is_named(
 
 @pytest.mark.slow
 def test_a_long_evaluation_is_not_taken_for_a_hang(start: Start) -> None:
-    run = start(1, ENTRY, "support.worker", "30", "evaluate", "0", "20", timeout=4)
-    assert run.code(START) == 0
+    run = start(1, ENTRY, "support.worker", "30", "evaluate", "0", "20", timeout=10)
+    assert run.code() == 0
 
 
 @pytest.mark.slow
@@ -314,7 +315,7 @@ def test_an_unreadable_log_is_not_shown_further(tmp_path: Path) -> None:
 def test_a_crash_is_shown_once_and_the_next_attempt_finishes(start: Start) -> None:
     command = (ENTRY, "support.worker", "40", "crash-once", "1", "20")
     run = start(2, *command, max_restarts=2, python=warm.python())
-    assert run.code(START) == 0
+    assert run.code() == 0
     screen = run.screen
     assert screen.count("Traceback") == 1
     assert 'raise LookupError("row 17 has gone astray")' in screen
@@ -334,7 +335,7 @@ def test_a_crash_is_shown_once_and_the_next_attempt_finishes(start: Start) -> No
 @pytest.mark.slow
 def test_three_failures_at_one_step_stop_the_run(start: Start) -> None:
     run = start(1, ENTRY, "support.worker", "40", "crash", "0", "5", max_restarts=10)
-    assert run.code(START) == 1
+    assert run.code() == 1
     assert "the last 3 attempts all ended at step 5: it would happen again" in run.screen
     logs = sorted(path.name for path in (run.output / "logs/it").iterdir())
     assert logs == ["attempt-1", "attempt-2", "attempt-3"]
@@ -345,7 +346,7 @@ def test_a_launch_leaves_nothing_among_temporary_files(start: Start) -> None:
     # A short name, because sockets have their names there.
     with TemporaryDirectory(prefix="t") as folder:
         run = start(2, ENTRY, "support.worker", "40", "litter", "0", "5", temporary=folder)
-        assert run.code(START) == 0
+        assert run.code() == 0
         assert "litter in distil-" in run.screen
         assert os.listdir(folder) == []
 
@@ -354,7 +355,7 @@ def test_no_process_outlives_the_supervisor(start: Start) -> None:
     run = start(2, until=UNDER_WAY)
     assert len(run.started()) == 3  # torchrun and its ranks
     os.kill(run.pid, signal.SIGKILL)
-    wait_until(lambda: not run.started(), run.started, LIMIT)
+    wait_until(lambda: not run.started(), run.started, HANG)
 
 
 def test_a_diverged_run_is_one_line_despite_an_older_status_file(
@@ -363,14 +364,14 @@ def test_a_diverged_run_is_one_line_despite_an_older_status_file(
     (tmp_path / "out").mkdir()
     write_status(tmp_path / "out", ended="interrupted", step=1, num_steps=2, exit_code=75)
     run = start(2, *ENDLESS, "diverge", "1", "3", max_restarts=5, python=warm.python())
-    assert run.code(START) == 3
+    assert run.code() == 3
     assert run.screen == "error: step 3: the loss is nan\n"
 
 
 def test_a_mistake_of_all_ranks_is_one_line(start: Start, tmp_path: Path, run: Path) -> None:
     missing = tmp_path / "missing"
     supervised = start(2, *pretrain(run), f"shards={missing}", max_restarts=5)
-    assert supervised.code(START) == 2
+    assert supervised.code() == 2
     config, error = supervised.screen.splitlines()
     assert config.startswith("config: ")
     assert error.startswith("error: ") and str(missing) in error
@@ -386,7 +387,7 @@ def test_a_signal_saves_a_real_run_and_the_same_command_continues(start: Start, 
     assert (status["ended"], status["exit_code"]) == ("interrupted", 75)
     assert status["step"] >= 3
     second = start(2, *command, "--stop-after", str(status["step"] + 2))
-    assert second.code(START) == 0
+    assert second.code() == 0
     assert f"continuing after step {status['step']:,}" in second.screen
     assert f"stopped at step {status['step'] + 2:,}" in second.screen
 
@@ -470,5 +471,5 @@ def test_a_log_on_a_full_disk_does_not_end_a_rank(tmp_path: Path) -> None:
     done = python(ENTRY, "launch.torchrun.rank", "this", environment=environment)
     assert done.returncode == 0, done.stderr
     with open("/dev/full", "w") as full:
-        plain = subprocess.run([sys.executable, "-m", "this"], stdout=full, timeout=LIMIT)
+        plain = subprocess.run([sys.executable, "-m", "this"], stdout=full, timeout=HANG)
     assert plain.returncode != 0
