@@ -27,6 +27,7 @@ BASE = {
     "vocab_size": 30522,
     "max_position_embeddings": 512,
 }
+SMALL = {**BASE, "hidden_size": 96, "intermediate_size": 256, "vocab_size": 3000}
 # BERT-base's weights: embeddings of words, positions and types with a norm, 12 layers, the LM head.
 LAYER = 4 * (768 * 768 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
 EMBEDDINGS = (30522 + 512) * 768 + 2 * 768
@@ -165,7 +166,7 @@ def test_what_a_run_would_refuse_is_refused(
 def test_rows_that_do_not_exist_have_at_most_the_teacher_s_positions(
     distil: Distil, paper: str, model: dict[str, Any], shown: str
 ) -> None:
-    small = {**BASE, "num_hidden_layers": 1, **model}
+    small = {**SMALL, "num_hidden_layers": 1, **model}
     Path("bert/config.json").write_text(json.dumps(small), encoding="utf-8")
     options = ("--dry-run", "--hardware", "8xv100-16gb", "--tokens", "4e9")
     code, out, err = distil("launch", paper, *options)
@@ -190,7 +191,7 @@ def test_what_is_not_known_is_said(distil: Distil, paper: str) -> None:
 def test_runs_of_a_recipe_are_planned_as_one_run(
     distil: Distil, paper: str, command: str, tmp_path: Path
 ) -> None:
-    Path("bert/config.json").write_text(json.dumps({**BASE, "num_hidden_layers": 4}))
+    Path("bert/config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 4}))
     run = yaml.safe_load(Path(paper).read_text(encoding="utf-8"))
     again = {"output": "again", "shards": "shards", "teacher": "run", "train": run["train"]}
     Path("recipe.yaml").write_text(json.dumps({"runs": [run, again]}), encoding="utf-8")
