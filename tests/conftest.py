@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in every child process
 os.environ["GOMP_SPINCOUNT"] = "0"  # the few tests of several threads wait without spinning
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -31,11 +33,13 @@ with suppress(locale.Error):  # a system without this name
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
 
 # Files of tests lie in memory where there is room: they are small, and each is written to be kept.
-MEMORY = Path("/dev/shm")
+MEMORY, MOST = Path("/dev/shm"), 4 << 30  # bytes; a session takes 0.3 GB
 if "TMPDIR" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
     room = os.statvfs(MEMORY)
-    if room.f_bavail * room.f_frsize > 4 << 30 and not room.f_flag & os.ST_NOEXEC:
-        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+    free = min(room.f_bavail * room.f_frsize, psutil.virtual_memory().available // 2)
+    if free > MOST and not room.f_flag & os.ST_NOEXEC:
+        tempfile.tempdir = str(MEMORY)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(MEMORY)  # the folders of tests that failed stay
 
 # Every worker has its own home, so no test reads or writes the user's files. The session shares
 # what takes long to download or to compile. Nested sessions of pytest share it too.
@@ -45,6 +49,8 @@ if "DISTIL_TEST_SESSION" not in os.environ:
     atexit.register(shutil.rmtree, session, ignore_errors=True)
     os.environ |= {"DISTIL_TEST_SESSION": session, "DISTIL_TEST_REAL_HOME": REAL_HOME}
 SESSION = Path(os.environ["DISTIL_TEST_SESSION"])
+if SESSION.parent == MEMORY:  # what libraries leave there goes with the session
+    os.environ["TMPDIR"] = tempfile.tempdir = str(SESSION)
 for name, place in (
     ("HOME", f"home-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"),
     ("PIP_CACHE_DIR", "pip"),
@@ -68,7 +74,8 @@ else:
     torch.set_num_threads(1)
 
 pytest_plugins = ["support.costs"]
-gc.disable()  # until all tests are collected: a million objects, none of them garbage
+if "PYTEST_XDIST_WORKER" in os.environ:
+    gc.disable()  # until all tests are collected: a million objects, none of them garbage
 
 
 def pytest_collection_finish() -> None:
@@ -184,14 +191,18 @@ def _same_environment() -> Iterator[None]:
 
 
 NOT_RUN = "not run: the time that DISTIL_TEST_UNTIL gives is over"
+BEGUN: set[Path] = set()  # files
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not (torch and torch.cuda.is_available()):
         pytest.skip("needs a GPU that torch can use")
+    if item.path in BEGUN:
+        return
     if time.time() > float(os.environ.get("DISTIL_TEST_UNTIL", "inf")):
         item.user_properties.append(("not run", item.nodeid))
         pytest.skip(NOT_RUN)
+    BEGUN.add(item.path)
 
 
 # Tests that reproduce a defect before its fix, which removes their line: part of the name -> item.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from support.processes import assert_refused, file_size_limit, in_a_process, python
 from support.small_corpora import LETTERS, corpus_values, write
 
@@ -193,3 +194,36 @@ def test_the_list_of_commands_needs_no_large_package() -> None:
     found = {name.partition(".")[0] for name in python("-c", code).stdout.split()}
     large = {"numpy", "pyarrow", "pydantic", "torch", "transformers", "datasets", "yaml", "psutil"}
     assert not large & found
+
+
+def test_commands_run_in_new_processes(distil: Distil, run: Path) -> None:
+    """Start each once without what other tests have loaded; a forked process has it, too.
+
+    `prepare`, `pretrain`, `launch` and `doctor` have such a test of their own.
+    """
+    assert distil("pretrain", run).code == 0
+    out, shards = run.parent / "out", yaml.safe_load(run.read_text(encoding="utf-8"))["shards"]
+    recipe = run.parent / "recipe.yaml"
+    values = yaml.safe_load(run.read_text(encoding="utf-8"))
+    recipe.write_text(yaml.safe_dump({"runs": [values]}), encoding="utf-8")
+    commands: dict[str, tuple[tuple[object, ...], str]] = {
+        "verify": (("verify", shards), "are whole"),
+        "inspect": (("inspect", shards), "tokens"),
+        "report": (("report", out, "--text"), "finished"),
+        "replay": (("replay", out, "--step", "1"), "step 1"),
+        "evaluate": (("evaluate", out, shards), "accuracy"),
+        "export": (("export", out, run.parent / "exported"), "exported"),
+        "recipe": (("recipe", recipe), "up to date"),
+    }
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "launch", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, (arguments, _) in commands.items()
+    }
+    for name, process in started.items():
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0 and commands[name][1] in said, (name, said)

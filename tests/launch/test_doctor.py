@@ -134,7 +134,8 @@ def test_nodes_that_do_not_fit_each_other_say_why() -> None:
         first = warm.Process(*command, stdout=subprocess.PIPE, text=True)
         meets = (head.host, head.port_apart(sums._APART))
         wait_until(partial(answers, meets), first.poll)
-        code, out, err = in_a_process(*options, "--gpus", gpus, "--node-rank", rank)
+        more = ("--gpus", gpus, "--node-rank", rank)
+        code, out, err = in_a_process(*options, *more, new=True)
         first_out, _ = first.communicate(timeout=600)
         assert code == 2 and first.returncode == 2
         assert message in out + first_out, out + err + first_out

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.filesize import decimal
 from support.processes import ROOT
 
 from launch.config import load_config
+from pretrain.bench.budget import Budget
 from pretrain.config import RunConfig
-from pretrain.plan import plan
+from pretrain.plan import Planned, Sizes, plan
 
 Distil = Callable[..., Any]
 BASE = {
@@ -232,3 +234,38 @@ def test_where_the_network_decides_the_estimate_is_its_time(distil: Distil, pape
     out = distil("launch", paper, *options[:-2]).out
     (shown,) = re.findall(r"estimate: (\d+) min on 8xa100-80gb, for its network or 20 ms", out)
     assert float(shown) == pytest.approx(steps * 0.02 / 60, rel=0.02)
+
+
+def test_the_memory_of_a_plan_is_that_of_its_own_run(distil: Distil, paper: str) -> None:
+    """Change each thing that memory depends on, in one process, which keeps what it has counted."""
+    base = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    masked = "objective.kl_positions=masked"
+    changes: list[tuple[dict[str, int], str, list[str]]] = [
+        ({}, "cpu", []),
+        ({}, "cpu", [masked]),
+        ({}, "cpu", [masked, "masking.probability=0.5"]),
+        ({}, "cpu", ["train.activation_checkpointing=true"]),
+        ({}, "cpu", ["train.precision=bf16"]),
+        ({"max_position_embeddings": 32}, "cpu", []),
+        ({"vocab_size": 6000}, "cpu", []),
+        ({}, "a100", ["train.precision=fp32"]),
+    ]
+    seen = set()
+    for sizes, hardware, keys in changes:
+        model = base | sizes
+        Path("bert/config.json").write_text(json.dumps(model), encoding="utf-8")
+        keys = ["train.precision=fp32", "train.micro_batch_size=4", *keys]
+        options = ("--dry-run", "--tokens", "1e6", "--hardware", hardware)
+        out = distil("launch", paper, "train.global_batch_size=64", *keys, *options).out
+        (shown,) = re.findall(r"a micro-step ([\d.]+ [kMG]?B)\)", out)
+        length, words = model["max_position_embeddings"], model["vocab_size"]
+        teacher = Sizes("bert", 96, 2, 12, 256)
+        counted = Budget(
+            load_config(RunConfig, Path(paper), keys),
+            *(teacher._replace(family="distilbert", num_hidden_layers=1), teacher),
+            Planned(1, 1, length, words),
+            "cpu" if hardware == "cpu" else "cuda",
+        )
+        assert shown == decimal(counted.micro_step(4, held=True)), (sizes, hardware, keys)
+        seen.add(shown)
+    assert len(seen) == len(changes)

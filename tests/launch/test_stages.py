@@ -146,7 +146,7 @@ def test_a_signal_in_the_corpus_ends_with_75_and_the_same_command_continues(
         shown += process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     rest = process.stdout.read()
-    assert process.wait(60) == 75 and "stopped; the same command continues" in rest
+    assert process.wait(600) == 75 and "stopped; the same command continues" in rest
 
 
 def test_figures_of_another_model_or_name_are_measured_again(

@@ -153,7 +153,7 @@ def on_a_terminal(program: str, *arguments: str) -> str:
         while data := os.read(controller, 4096):
             seen += data
     os.close(controller)
-    assert process.wait(60) == 0
+    assert process.wait(600) == 0
     return seen.decode()
 
 

@@ -24,6 +24,7 @@ from pretrain.config import RunConfig
 from pretrain.contracts.batch import apart
 from pretrain.contracts.packing import find_documents
 from pretrain.data.order import Order
+from pretrain.deploy.graph import Graph, write_graph
 from pretrain.deploy.session import Session
 from pretrain.export.export import export
 from pretrain.model.bi_lstm_encoder import BiLstmConfig
@@ -166,6 +167,26 @@ def test_a_teacher_is_distilled_resumed_exported_and_run_by_onnx(
         given = {"input_ids": ids[None].numpy(), "attention_mask": np.ones_like(ids[None])}
         [answer] = session.session.run(["logits"], given)
         assert np.abs(answer[0] - wanted).max() < 1e-5
+
+
+def test_the_second_file_of_a_process_reads_texts_of_any_length(tmp_path: Path) -> None:
+    """Write two graphs, which no test's cache gives."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        config = BiLstmConfig(**SIZES, num_hidden_layers=1, pad_token_id=0, sep_token_id=SEP)
+        model = BiLstmForSequenceClassification(config).eval()
+        graph = Graph(model, None, ["logits"], types=False)
+        write_graph(graph, tmp_path / f"{seed}.onnx", {})
+    session = Session(tmp_path / "1.onnx").session
+    for length in (4, 9):
+        given = {
+            "input_ids": np.arange(5, 5 + length)[None],
+            "attention_mask": np.ones((1, length)),
+        }
+        given = {name: value.astype(np.int64) for name, value in given.items()}
+        wanted = model(**{name: torch.from_numpy(value) for name, value in given.items()}).logits
+        [answer] = session.run(["logits"], given)
+        assert np.abs(answer - wanted.detach().numpy()).max() < 1e-5
 
 
 def test_squared_differences_are_summed_over_classes(tmp_path: Path) -> None:

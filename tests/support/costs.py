@@ -41,7 +41,7 @@ def additions() -> float:
 def forked() -> float:
     """Return the CPU seconds of both servers that fork, and of what they forked and has ended."""
     pid = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid is None:
+    if pid is None or not psutil.pid_exists(warm.forked_for(pid)):
         return warm.cpu_seconds()
     return warm.cpu_seconds() + sum(psutil.Process(warm.forked_for(pid)).cpu_times()[:4])
 

@@ -5,14 +5,17 @@ A command like `distil pretrain` spends seconds on imports before it does a tiny
 arguments, environment, working directory and open files to the server, which forks; it passes
 signals on, and ends as the forked process ends. If it is killed, so is that process.
 
-The program replaces itself with the real interpreter where a fork could differ from a new process:
-other options than -u, variables that libraries read at import, other limits or another user, and
-outside Linux. A test of what is imported, of a terminal or of kills starts real processes itself.
+The program replaces itself with the real interpreter where a fork would differ from a new process
+in what a test may set: other options than -u, variables that libraries read at import, limits,
+user, cores, ignored signals, and outside Linux. A fork has all modules of this project loaded, and
+one seed of str's hash for all. A test of these, of a terminal or of kills starts real processes
+itself, and `test_commands_run_in_new_processes` starts each command once.
 """
 
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -30,11 +33,17 @@ def python() -> str:
     """Return the path of the program that is used like the interpreter."""
     if sys.platform != "linux" or find_spec("torch") is None:
         return sys.executable
+    session = os.environ["DISTIL_TEST_SESSION"]
+    if os.statvfs(session).f_flag & os.ST_NOEXEC:
+        return sys.executable
     if not _program:
-        folder = tempfile.mkdtemp(prefix="warm-", dir=os.environ["DISTIL_TEST_SESSION"])
-        with open(f"{folder}/python", "w") as file:
-            file.write(f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {HERE!r})\n")
+        folder = tempfile.mkdtemp(prefix="warm-", dir=session)
+        with open(f"{folder}/client.py", "w") as file:
+            file.write(f"import sys\nsys.path.insert(0, {HERE!r})\n")
             file.write(f"import warm_client\nwarm_client.client({folder!r}, {sys.executable!r})\n")
+        words = shlex.join([sys.executable, "-IS", f"{folder}/client.py"])
+        with open(f"{folder}/python", "w") as file:
+            file.write(f'#!/bin/sh\nexec {words} "$@"\n')
         os.chmod(f"{folder}/python", 0o755)
         given = {"owner": os.getpid(), "environment": ENVIRONMENT, "state": state(ENVIRONMENT)}
         with open(f"{folder}/server.json", "w") as file:
@@ -53,6 +62,8 @@ class Process(subprocess.Popen[Any]):
     @property
     def real(self) -> int:
         """Return the pid of the forked process; of the program's if it replaced itself."""
+        if python() == sys.executable:
+            return self.pid
         name = f"{os.path.dirname(python())}/pid-{self.pid}"
         while self.poll() is None:
             with contextlib.suppress(OSError), open(name) as file:
@@ -60,7 +71,7 @@ class Process(subprocess.Popen[Any]):
                     return int(line)
             with contextlib.suppress(OSError), open(f"/proc/{self.pid}/cmdline", "rb") as file:
                 words = file.read().split(b"\0")
-                if words[1:2] != [b"-IS"] and words != [b""]:
+                if words[1:2] not in ([b"-IS"], [os.fsencode(python())]) and words != [b""]:
                     return self.pid
             time.sleep(0.002)
         return self.pid

@@ -46,7 +46,8 @@ def state(environment: "dict[str, str]") -> "dict[str, object]":
             if name.startswith(READ_AT_START) and not name.startswith(FOLLOWED)
         },
         "limits": {name: resource.getrlimit(number) for name, number in limits.items()},
-        "user": [os.getuid(), os.getgid(), os.nice(0)],
+        "user": [os.getuid(), os.getgid(), os.nice(0), sorted(os.sched_getaffinity(0))],
+        "ignored": [n for n in SIGNALS if signal.getsignal(n) == signal.SIG_IGN],
         "spaces": [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt", "user")],
     }
 
@@ -105,6 +106,7 @@ def connected(folder: str, interpreter: str, given: "dict[str, object]") -> sock
     import fcntl
 
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    here = os.open(folder, os.O_PATH)  # an address has 107 bytes, a folder's path may have more
     with open(f"{folder}/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(f"{folder}/{SOCKET}"):
@@ -121,5 +123,6 @@ def connected(folder: str, interpreter: str, given: "dict[str, object]") -> sock
                     start_new_session=True,
                 )
             started.stdout.read(1)  # until it listens, or ends
-        server.connect(f"{folder}/{SOCKET}")
+        server.connect(f"/proc/self/fd/{here}/{SOCKET}")
+    os.close(here)
     return server

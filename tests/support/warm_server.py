@@ -51,7 +51,9 @@ class Server:
         self.children: dict[int, tuple[int, socket.socket]] = {}  # pid -> pidfd, connection
         self.usage = 0.0
         self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listening.bind(f"{folder}/{SOCKET}.new")
+        here = os.open(folder, os.O_PATH)
+        self.listening.bind(f"/proc/self/fd/{here}/{SOCKET}.new")
+        os.close(here)
         self.listening.listen(64)
         os.rename(f"{folder}/{SOCKET}.new", f"{folder}/{SOCKET}")
         self.ready.register(self.listening, selectors.EVENT_READ, ("accept", 0))
@@ -170,6 +172,8 @@ def run(request: dict[str, Any], program: str) -> int:
     """Run a command line as the interpreter would; return the exit code."""
     os.setsid()
     random.seed()
+    for library in ("numpy.random", "torch"):
+        sys.modules[library].seed()
     tempfile.tempdir = None
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -210,6 +214,10 @@ def run(request: dict[str, Any], program: str) -> int:
                 exec(compile(file.read(), argv[0], "exec"), main.__dict__)
     except SystemExit as stop:
         code = stop.code
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -224,8 +232,11 @@ def end(code: int) -> None:
     threading._shutdown()
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, AttributeError, ValueError):
-            file.flush()
+        with contextlib.suppress(AttributeError, ValueError):
+            try:
+                file.flush()
+            except OSError:
+                code = 120
     os._exit(code & 0xFF)
 
 
