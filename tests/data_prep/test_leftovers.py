@@ -14,7 +14,7 @@ from support.reading import documents, read_all, reasons
 
 from data_prep import CorpusError
 from data_prep.sources import Document, Parquet, WikiExtractor
-from data_prep.text.wikipedia import repaired
+from data_prep.text.wikipedia import plain_text, repaired
 from data_prep.text.wikipedia.leftovers import CLASSES, find
 
 FOUND = {
@@ -76,6 +76,17 @@ def test_leftover_is_found(name: str, text: str) -> None:
     # Behind prose, too, unless the line is what makes it a leftover.
     if name not in ("table row", "category", "references heading", "heading marks", " ,"):
         assert count(f"Prose {text}")[name] == 1
+
+
+@pytest.mark.parametrize("closed", ["", "\nParagraph 3 <!-- hidden --> ends."])
+def test_a_comment_that_nothing_closes_hides_nothing(closed: str) -> None:
+    """In wikitext it hides the rest of a page; another extractor's text has lost its end."""
+    text = "Paragraph 1 begins here.\nParagraph 2 <!-- goes on." + closed
+    kept = "Paragraph 1 begins here.\nParagraph 2 goes on."
+    assert repaired(text) == kept + "\nParagraph 3 ends." * bool(closed)
+    assert plain_text(text).text == (
+        "Paragraph 1 begins here.\nParagraph 2" + " ends." * bool(closed)
+    )
 
 
 @pytest.mark.parametrize("text", PROSE)

@@ -97,6 +97,7 @@ def prose(text: str) -> str:
 # several lines, links to files, lines of tables, parser functions, attributes or categories.
 _AS_OF = re.compile(r"s(?:(?<=\b[Aa]s)|(?<!\ws)()) of (\d{4}) ?\[ ?\[update\]\]")
 _UPDATE = re.compile(r"\[ ?\[?update\]\]?")
+_COMMENT = re.compile(r"<!--(?:(?!<!--)[\s\S])*?-->")
 _TAG = re.compile(r"</?[a-zA-Z][^<>\n]*>|<!--|-->")
 _CUT_TAG = re.compile(
     r"</?(?:span|div|ref|table|t[dhr]|sup|sub|small|font|gallery|blockquote|cite)\b"
@@ -165,6 +166,8 @@ def repaired(text: str) -> str:
                 lambda found: ("s" if found[1] is None else "As") + f" of {found[2]}", text
             )
             text = _UPDATE.sub("", text)
+        if "<!--" in text:  # in wikitext one that nothing closes hides the rest; here it is a sign
+            text = _COMMENT.sub("", text).replace("<!--", "")
         if "<" in text or _has(text, "[[", "{{", "-->"):
             text = "\n" + substituted(text, _NOT_PROSE).text
             if _has(text, "<", "-->"):
