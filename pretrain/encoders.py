@@ -5,13 +5,14 @@ Shapes: n texts or pairs, W and V widths of vectors.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.examples.labelled_files import read_records
 from data_prep.messages import warn
 from data_prep.shards import Segments, open_shards
 from data_prep.tokens import of_shards
@@ -147,28 +148,25 @@ def example_texts(shards: Path, most: int) -> list[str]:
 
 
 def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
-    """Return both texts of each pair, and their scores, of a CSV, a TSV or STS-B's own file.
+    """Return both texts of each pair, and their scores, of a table or STS-B's own file.
 
     Raises:
+        CorpusError: see `read_records`.
         RunError: it has no columns sentence1, sentence2 and score, or a score is not a number.
     """
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        # A quotation mark in a file with tabs is a character as any other.
-        tabs = "\t" in lines.readline()
-        lines.seek(0)
-        rows = list(
-            csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
-        )
-    rows = [row for row in rows if row]
-    header = [name.strip().lower() for name in rows[0]] if rows else []
-    places: tuple[int, ...] = _STSB if len(header) > max(_STSB) else ()
-    if set(_COLUMNS) <= set(header):
-        places, rows = tuple(map(header.index, _COLUMNS)), rows[1:]
+    rows = [row for row in read_records(file, False, warn) if row]
+    first = rows[0] if rows else {}
+    # A line of names, or the keys of each record.
+    names = {str(name).strip().lower(): name for name in (first.values() if 0 in first else first)}
+    places: Sequence[Any] = _STSB
+    if set(_COLUMNS) <= set(names):
+        places = [names[name] for name in _COLUMNS]
+        rows = [row for row in read_records(file, True, warn) if row]
+    one, other, score = places
     try:
-        one, other, score = places[0], places[1], places[2]
         scores = np.array([float(row[score]) for row in rows])
         return [row[one] for row in rows], [row[other] for row in rows], scores
-    except (ValueError, IndexError):
+    except (ValueError, KeyError, TypeError):
         raise RunError(
             f"{file}: is not a table of pairs: its first line must name the columns "
             f"{', '.join(_COLUMNS)}, and each score must be a number"

@@ -70,7 +70,10 @@ def test_a_package_imports_no_later_package(folder: str, others: set[str]) -> No
 @pytest.mark.parametrize(
     ("folder", "parts"),
     [
-        ("pretrain", ("shards.", "tokens.", "disk.", "keys.", "messages.")),
+        (
+            "pretrain",
+            ("shards.", "tokens.", "disk.", "keys.", "messages.", "examples.labelled_files."),
+        ),
         ("data_prep/shards", ("shards", "disk.", "messages.", "CorpusError")),
     ],
 )

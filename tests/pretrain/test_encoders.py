@@ -11,6 +11,7 @@ import pytest
 from support.runs import RECIPE, refused, start
 from transformers import AutoModel, AutoTokenizer
 
+from data_prep import CorpusError
 from pretrain.encoders import (
     compare_vectors,
     compare_with_scores,
@@ -85,6 +86,31 @@ def test_pairs_are_read_from_csv_tsv_and_sts_b(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text("text,label\na,1\n", encoding="utf-8")
     with refused("must name the columns sentence1, sentence2, score"):
         read_pairs(tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'a,"b,1\nc,d,2\ne,f"g,3\n', "correct its quotation marks"),
+        (b"a,b,1\nc,d\n", "line 3 has 2 columns"),
+        ("a,\u00e9,1\n".encode("latin-1"), "cannot be read"),
+    ],
+    ids=["quotes", "columns", "latin-1"],
+)
+def test_a_damaged_table_of_pairs_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(b"sentence1,sentence2,score\n" + content)
+    with pytest.raises(CorpusError, match=message):
+        read_pairs(tmp_path / "a.csv")
+
+
+def test_long_texts_and_records_of_pairs_are_read(tmp_path: Path) -> None:
+    long = "a" * 200_000
+    (tmp_path / "a.csv").write_text(f"Score,sentence2,sentence1\n1,b,{long}\n", encoding="utf-8")
+    record = {"sentence1": long, "sentence2": "b", "score": 1}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    for name in ("a.csv", "a.jsonl"):
+        first, second, scores = read_pairs(tmp_path / name)
+        assert (first, second, scores.tolist()) == ([long], ["b"], [1.0])
 
 
 @pytest.mark.parametrize("name", ["embedding", "minilm"])
