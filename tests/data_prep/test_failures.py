@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bz2
 import json
-import os
-import signal
+import multiprocessing.process
 import threading
 import time
 from collections.abc import Iterator
@@ -58,6 +57,9 @@ def made(output: Path) -> dict[str, int]:
     return {file.name: file.stat().st_mtime_ns for file in output.glob(".work/extract/*.json")}
 
 
+CHILDREN: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
+
+
 def files(folder: Path, num: int = 6, size: int = 40) -> list[Path]:
     """Write files of a few documents, each a unit."""
     per_file = [[line(10 * n + place, size) for place in range(10)] for n in range(num)]
@@ -100,21 +102,34 @@ def killer(home: Path, document: str, times: int) -> Iterator[list[str]]:
     killed: list[str] = []
     over = threading.Event()
 
+    def noted(file: Path) -> str:
+        return file.read_bytes().split(b"\0")[0].decode()
+
     def watch() -> None:
+        readers: dict[Path, psutil.Process] = {}  # found before they read it: that takes a while
         while not over.is_set() and len(killed) < times:
             with suppress(OSError, psutil.Error):  # folders come and go
                 for file in home.rglob(FILE):
-                    noted = file.read_bytes().split(b"\0")[0].decode()
-                    if not noted.endswith(document):
+                    if file not in readers:
+                        # Not those of psutil: the workers are no children of this process.
+                        for child in [*CHILDREN]:
+                            process = psutil.Process(child.pid)
+                            if str(file) in [opened.path for opened in process.open_files()]:
+                                readers[file] = process
+                    if not noted(file).endswith(document) or file not in readers:
                         continue
-                    for process in psutil.Process().children(recursive=True):
-                        if str(file) in [opened.path for opened in process.open_files()]:
-                            os.kill(process.pid, signal.SIGKILL)
-                            killed.append(noted)
-                            # Not waited for here: it is the pool's child.
-                            while process.status() != psutil.STATUS_ZOMBIE:
-                                time.sleep(0.001)
-            time.sleep(0.02)
+                    process = readers.pop(file)
+                    process.suspend()
+                    while process.status() != psutil.STATUS_STOPPED:
+                        time.sleep(0.001)
+                    if not noted(file).endswith(document):  # it was read meanwhile
+                        process.resume()
+                        continue
+                    killed.append(noted(file))
+                    process.kill()
+                    while process.status() != psutil.STATUS_ZOMBIE:
+                        time.sleep(0.001)
+            time.sleep(0.005)
 
     thread = threading.Thread(target=watch)
     thread.start()
