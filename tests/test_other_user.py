@@ -27,7 +27,8 @@ def folder() -> Iterator[Path]:
     """Yield a folder that belongs to USER; pytest's own folders are closed to other users."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root may become another user")
-    path = Path(tempfile.mkdtemp(prefix="distil-other-user-"))
+    beside = Path(os.environ["DISTIL_TEST_SESSION"]).parent
+    path = Path(tempfile.mkdtemp(prefix="distil-other-user-", dir=beside))
     if any(not parent.stat().st_mode & 0o001 for parent in path.parents):
         path.rmdir()
         pytest.skip(f"other users cannot reach {path.parent}")
