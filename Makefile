@@ -32,9 +32,9 @@ test: install
 	$(PYTEST)
 
 # Tests that start many processes (kills, Slurm, Ray, several ranks), need an environment of their
-# own or repeat what `make test` samples.
+# own or repeat what `make test` samples. Their machines share a disk, and no memory.
 test-slow: install
-	$(PYTEST) -m slow
+	TMPDIR=$${TMPDIR:-/tmp} $(PYTEST) -m slow
 
 # transformers.js in Debian's chromium, on files of an export. The packages' install scripts are not
 # run: they fetch programs for Node.js, which a browser does not need.
