@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,16 +153,15 @@ def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
         CorpusError: see `read_records`.
         RunError: it has no columns sentence1, sentence2 and score, or a score is not a number.
     """
-    rows = [row for row in read_records(file, False, warn) if row]
-    first = rows[0] if rows else {}
+    first = next(read_records(file, False, warn), {})
     # A line of names, or the keys of each record.
     names = {str(name).strip().lower(): name for name in (first.values() if 0 in first else first)}
-    places: Sequence[Any] = _STSB
-    if set(_COLUMNS) <= set(names):
-        places = [names[name] for name in _COLUMNS]
-        rows = [row for row in read_records(file, True, warn) if row]
-    one, other, score = places
+    named = set(_COLUMNS) <= set(names)
+    one, other, score = (names[name] for name in _COLUMNS) if named else _STSB
+    rows = [row for row in read_records(file, named, warn) if row]
     try:
+        if not first:
+            raise ValueError("an empty file")
         scores = np.array([float(row[score]) for row in rows])
         return [row[one] for row in rows], [row[other] for row in rows], scores
     except (ValueError, KeyError, TypeError):

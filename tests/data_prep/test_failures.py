@@ -111,7 +111,7 @@ def killer(home: Path, document: str, times: int) -> Iterator[list[str]]:
             with suppress(OSError, psutil.Error):  # folders come and go
                 for file in home.rglob(FILE):
                     if file not in readers:
-                        # Not those of psutil: the workers are no children of this process.
+                        # psutil does not find them: a server forks workers, not this process.
                         for child in [*CHILDREN]:
                             process = psutil.Process(child.pid)
                             if str(file) in [opened.path for opened in process.open_files()]:

@@ -81,8 +81,8 @@ def test_leftover_is_found(name: str, text: str) -> None:
 @pytest.mark.parametrize("closed", ["", "\nParagraph 3 <!-- hidden --> ends."])
 def test_a_comment_that_nothing_closes_hides_nothing(closed: str) -> None:
     """In wikitext it hides the rest of a page; another extractor's text has lost its end."""
-    text = "Paragraph 1 begins here.\nParagraph 2 <!-- goes on." + closed
-    kept = "Paragraph 1 begins here.\nParagraph 2 goes on."
+    text = "Paragraph 1 begins here.\nParagraph 2 <!-- continues." + closed
+    kept = "Paragraph 1 begins here.\nParagraph 2 continues."
     assert repaired(text) == kept + "\nParagraph 3 ends." * bool(closed)
     assert plain_text(text).text == (
         "Paragraph 1 begins here.\nParagraph 2" + " ends." * bool(closed)

@@ -126,7 +126,7 @@ def test_a_server_that_fails_now_and_then_moves_each_byte_about_once(
 ) -> None:
     monkeypatch.setattr(ranges, "BLOCK", ranges.BLOCK // 2)
     url, handler = server
-    # After a HEAD that fails fsspec asks for the whole file and closes it, which is no part of
+    # After a HEAD that fails fsspec asks for the whole file and closes it, which does not belong to
     # `sent` if the file is larger than the buffers of a connection.
     handler.data, handler.fails = texts(14_000), 0.1
     parts = {"piece_bytes": len(handler.data) // 3 + 1}

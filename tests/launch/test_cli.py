@@ -197,14 +197,13 @@ def test_the_list_of_commands_needs_no_large_package() -> None:
 
 
 def test_commands_run_in_new_processes(distil: Distil, run: Path) -> None:
-    """Start each once without what other tests have loaded; a forked process has it, too.
+    """Start seven without what other tests have loaded; a forked process has it, too.
 
-    `prepare`, `pretrain`, `launch` and `doctor` have such a test of their own.
+    Tests of `prepare`, `pretrain`, `launch` and, among the slow ones, `doctor` do the same.
     """
     assert distil("pretrain", run).code == 0
-    out, shards = run.parent / "out", yaml.safe_load(run.read_text(encoding="utf-8"))["shards"]
-    recipe = run.parent / "recipe.yaml"
     values = yaml.safe_load(run.read_text(encoding="utf-8"))
+    out, shards, recipe = run.parent / "out", values["shards"], run.parent / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"runs": [values]}), encoding="utf-8")
     commands: dict[str, tuple[tuple[object, ...], str]] = {
         "verify": (("verify", shards), "are whole"),

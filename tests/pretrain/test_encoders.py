@@ -84,8 +84,10 @@ def test_pairs_are_read_from_csv_tsv_and_sts_b(tmp_path: Path) -> None:
         first, second, scores = read_pairs(tmp_path / name)
         assert (first, second, scores.tolist()) == wanted
     (tmp_path / "c.csv").write_text("text,label\na,1\n", encoding="utf-8")
-    with refused("must name the columns sentence1, sentence2, score"):
-        read_pairs(tmp_path / "c.csv")
+    (tmp_path / "empty.csv").write_text("", encoding="utf-8")
+    for name in ("c.csv", "empty.csv"):
+        with refused("must name the columns sentence1, sentence2, score"):
+            read_pairs(tmp_path / name)
 
 
 @pytest.mark.parametrize(

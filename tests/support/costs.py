@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,11 @@ def additions() -> float:
 def forked() -> float:
     """Return the CPU seconds of both servers that fork, and of what they forked and has ended."""
     pid = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid is None or not psutil.pid_exists(warm.forked_for(pid)):
-        return warm.cpu_seconds()
-    return warm.cpu_seconds() + sum(psutil.Process(warm.forked_for(pid)).cpu_times()[:4])
+    total = warm.cpu_seconds()
+    if pid is not None:
+        with suppress(psutil.Error):  # it has ended
+            total += sum(psutil.Process(warm.forked_for(pid)).cpu_times()[:4])
+    return total
 
 
 class Costs:

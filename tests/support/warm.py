@@ -9,7 +9,7 @@ The program replaces itself with the real interpreter where a fork would differ 
 in what a test may set: other options than -u, variables that libraries read at import, limits,
 user, cores, ignored signals, and outside Linux. A fork has all modules of this project loaded, and
 one seed of str's hash for all. A test of these, of a terminal or of kills starts real processes
-itself, and `test_commands_run_in_new_processes` starts each command once.
+itself, and `test_commands_run_in_new_processes` starts commands so.
 """
 
 import contextlib
