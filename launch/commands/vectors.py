@@ -56,7 +56,7 @@ def vectors(
     sentence-transformers makes them as the model's folder says. A killed command continues where it
     was. The corpus needs keep_text: true; its tokenizer and the student's sizes are free.
 
-    Example: distil vectors shards/mine --model intfloat/multilingual-e5-small --prompt query
+    Example: distil vectors shards/mine --model intfloat/multilingual-e5-small --prompt 'query: '
     """
     from data_prep.shards import Segments, load_manifest, open_shards
     from launch.console import show
@@ -122,8 +122,8 @@ def vectors(
         code=CODE,
         precision=maker.precision,
     )
-    if maker.prompt:
-        show(f"before every text: {maker.prompt!r}")
+    if table is None:
+        show(f"before every text: {repr(maker.prompt) if maker.prompt else 'nothing'}")
     if target.exists():
         found, width = read_record(target, manifest, record.teacher)
         check_vectors(target, found, splits)

@@ -161,7 +161,8 @@ def test_vectors_are_those_of_encode(kind: str, shards: Path, tmp_path: Path, ru
     assert width == wanted.shape[1] and record.name == ""
     assert record.normalised == ("" if kind == "mpnet" else "true")
     # What the folder says: a prompt before every text, and its longest text.
-    assert ("before every text: 'abc def: '" in shown) == (kind == "mpnet")
+    before = "'abc def: '" if kind == "mpnet" else "nothing"
+    assert f"before every text: {before}\n" in shown
     assert "texts were cut to 8 tokens" in shown
     error, shown = run("vectors", shards, "--model", folder, "--output", "v.safetensors")
     assert not error and "up to date" in shown
@@ -178,10 +179,10 @@ def test_prompt_and_dim_change_the_vectors_and_the_digest(shards: Path, tmp_path
     np.testing.assert_allclose(np.linalg.norm(by_name(texts), axis=1), 1, atol=1e-5)
     own = FromModel(str(folder), prompt="of my own ")
     np.testing.assert_allclose(own(texts), model.encode(texts, prompt="of my own "), atol=1e-6)
-    # The name of an empty prompt, where the folder's default is another one.
+    # No prompt, where the folder's default is another one.
     with_default = save_model(tmp_path / "other", "mpnet")
     model = library.SentenceTransformer(str(with_default), device="cpu").float()
-    empty = FromModel(str(with_default), prompt="document")
+    empty = FromModel(str(with_default), prompt="")
     np.testing.assert_allclose(empty(texts), model.encode(texts, prompt=""), atol=1e-6)
     assert np.abs(empty(texts) - model.encode(texts)).max() > 0.01
     half = FromModel(str(folder), precision="bf16")
@@ -196,8 +197,13 @@ def test_prompt_and_dim_change_the_vectors_and_the_digest(shards: Path, tmp_path
         path.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 2')
     )
     assert FromModel(str(folder)).digest != before
-    with refused("--prompt quary: the prompts of", "are query, document"):
-        FromModel(str(folder), prompt="quary")
+    # A name without a text, also of those that the library adds to each folder.
+    for at, name, has in ((folder, "quary", "query"), (with_default, "document", "query")):
+        with refused(f"--prompt {name}: model", f"(it has: {has})", "'query: '"):
+            FromModel(str(at), prompt=name)
+    (folder / "config_sentence_transformers.json").unlink()
+    with refused("--prompt query: model", "(it has: none)"):
+        FromModel(str(folder), prompt="query")
 
 
 def test_any_student_learns_the_vectors(

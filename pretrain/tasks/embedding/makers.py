@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -80,11 +81,13 @@ class FromModel:
             ).eval()
         # A module that was not in the folder's precision.
         self.model.to(PRECISIONS[precision].dtype)
-        known = self.model.prompts or {}
-        if prompt is not None and prompt.isalnum() and known and prompt not in known:
+        # The library adds the names query and document with nothing behind them.
+        known = {name: text for name, text in (self.model.prompts or {}).items() if text}
+        if prompt is not None and re.fullmatch(r"[\w-]+", prompt) and prompt not in known:
             raise RunError(
-                f"--prompt {prompt}: the prompts of {self.who} are {', '.join(known)}; a text of "
-                "your own ends in a blank or a mark, such as 'query: '"
+                f"--prompt {prompt}: {self.who} has no text of this name (it has: "
+                f"{', '.join(known) or 'none'}); a text of your own ends in a blank or a mark, "
+                "such as 'query: '"
             )
         default = known.get(self.model.default_prompt_name or "", "")
         self.prompt: str = (default if prompt is None else known.get(prompt, prompt)) or ""
