@@ -7,6 +7,7 @@ import locale
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +32,11 @@ for name in ("LANG", "PYTHONUTF8", "PYTHONCOERCECLOCALE"):
 os.environ["LC_ALL"] = "C.UTF-8"
 with suppress(locale.Error):  # a system without this name
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
+# A shell that starts this in the background has them ignored, here and in every child.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGQUIT"):
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # Files of tests lie in memory where there is room: they are small, and each is written to be kept.
 MEMORY, MOST = Path("/dev/shm"), 4 << 30  # bytes; a session takes 0.3 GB
