@@ -127,6 +127,10 @@ class Deduplicate(Keys):
     """Take repeated paragraphs (long lines) out of all documents but the first."""
     threshold: Annotated[float, Field(ge=0.7, le=1)] = 0.8
     """Jaccard similarity of two documents' 5-word shingles; 1: equal sets."""
+    near_words: Annotated[int, Field(ge=5)] = 20
+    """Words of the shortest text that `near` drops: shorter ones, such as names of products that
+    differ in a size, go only if they are equal.
+    """
 
 
 class Decontaminate(Keys):
@@ -163,7 +167,9 @@ class CorpusConfig(Keys):
     row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512
     """Tokens of a row; several lengths are packed to a folder each."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.005
-    """Share of the documents that training does not read."""
+    """Share of the documents that training does not read. A document that is alone a larger share
+    of the text is trained on, unless all are.
+    """
     min_characters: Annotated[int, Field(ge=1)] = 1
     """Shortest document, after cleaning."""
     max_characters: Annotated[int, Field(ge=1)] | None = None
@@ -265,6 +271,8 @@ class CorpusConfig(Keys):
             del values["keep_text"]
         if not self.skip_documents:
             del values["skip_documents"]
+        if self.deduplicate.near_words == Deduplicate().near_words:
+            del values["deduplicate"]["near_words"]
         values["sources"] = [source_keys(source) for source in self.sources]
         if not isinstance(self.tokenizer, TrainTokenizer):
             del values["tokenizer"]

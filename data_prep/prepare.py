@@ -36,6 +36,8 @@ from data_prep.pipeline.stages.finish import (
     READS,
     check_unknown,
     finish,
+    near_warnings,
+    split_warning,
     unknown_share,
     unknown_text,
 )
@@ -158,6 +160,9 @@ def _finish(plan: Plan, warn: Warn) -> Manifest:
             for source in finished[0].sources:
                 if not source.documents_kept:
                     warn(f"source {source.name}: none of its documents is in the corpus")
+            for text in (*near_warnings(plan, finished[0]), split_warning(plan, finished[0])):
+                if text:
+                    warn(text)
         _clear(plan, warn)
     for manifest in finished:
         _check_unknown(plan, manifest, warn)

@@ -44,13 +44,14 @@ def draw(key: bytes, seed: int, purpose: Literal["fraction", "validation", "voca
 class Items:
     """Write the hashes of one unit's items, in the order they are added.
 
+    `least` is the number of words from which on near duplicates are looked for; None: not at all.
     For every CHUNK items: `LEVEL-texts-N.npy`, and for near duplicates -bands-N.npy and
     -signatures-N.npy; for paragraphs -places-N.npy, (document, line) of each [n, 2].
     """
 
-    def __init__(self, folder: Path, level: str, near: bool) -> None:
+    def __init__(self, folder: Path, level: str, least: int | None) -> None:
         self._stem = str(folder / level)
-        self._near = near
+        self._least = least
         self._chunk = 0
         self._keys: list[bytes] = []
         self._places: list[tuple[int, int]] = []
@@ -64,7 +65,7 @@ class Items:
         self._keys.append(key)
         if place is not None:
             self._places.append(place)
-        if self._near:
+        if self._least is not None:
             self._texts.append(text)
             self._size += len(text)
             if self._size >= SIGNATURE_CHARACTERS:
@@ -73,7 +74,8 @@ class Items:
             self.save()
 
     def _sign(self) -> None:
-        signatures, usable = minhash.signatures(self._texts)
+        assert self._least is not None
+        signatures, usable = minhash.signatures(self._texts, self._least)
         self._signatures.append(signatures)
         self._usable.append(usable)
         self._texts, self._size = [], 0
@@ -90,7 +92,7 @@ class Items:
         arrays: dict[str, npt.NDArray[Any]] = {"texts": np.sort(texts, order=HASH.names)}
         if self._places:
             arrays["places"] = np.array(self._places, dtype=np.uint32)
-        if self._near:
+        if self._least is not None:
             self._sign()
             signatures = np.concatenate(self._signatures)
             items = np.flatnonzero(np.concatenate(self._usable))

@@ -76,10 +76,12 @@ def ngrams(words: Words, n: int) -> Words:
     return _mixed(hashes)
 
 
-def signatures(texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+def signatures(
+    texts: Sequence[str], least: int = SHINGLE
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
     """Return (signatures [texts, NUM_PERMUTATIONS], whether each text has one [texts]).
 
-    A text of fewer than SHINGLE words has none: its row must not be used. Memory beyond the result
+    A text of fewer than `least` words has none: its row must not be used. Memory beyond the result
     is a small multiple of the longest text.
     """
     result = np.full((len(texts), NUM_PERMUTATIONS), 0xFFFFFFFF, dtype=np.uint32)
@@ -95,7 +97,7 @@ def signatures(texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArra
 
     for number, text in enumerate(texts):
         words = word_hashes(text)
-        usable[number] = len(words) >= SHINGLE
+        usable[number] = len(words) >= max(least, SHINGLE)
         for start in range(0, len(words) - SHINGLE + 1, _SLICE):
             numbers.append(number)
             shingles.append(ngrams(words[start : start + _SLICE + SHINGLE - 1], SHINGLE))

@@ -216,6 +216,7 @@ def examples_and_show(config: ExamplesConfig) -> None:
     rows = [split.rows for split in manifest.splits.values()]
     lines = [
         f"{source.name}: {source.documents_in:,} examples, {number:,} rows x {manifest.row_length}"
+        + counts("with", source.noted)
         for source, number in zip(manifest.sources, rows, strict=True)
     ]
     if manifest.labels:
@@ -235,6 +236,7 @@ def show_shards(config: CorpusConfig, state: str) -> None:
 
 def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
     """Return a line for each split and each source of a prepared corpus."""
+    from data_prep.pipeline.stages.finish import held_out
     from data_prep.prepare import unknown_of
     from data_prep.shards.manifest import too_short
 
@@ -245,6 +247,8 @@ def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
             f"{name}: {split.rows:,} rows x {manifest.row_length}, {split.tokens:,} tokens, "
             f"{full:.1%} full, {len(split.shards)} shard(s)"
         )
+    documents, tokens = held_out(manifest)
+    lines.append(f"held out: {documents:.1%} of the documents, {tokens:.1%} of the tokens")
     lines.append(f"unknown: {unknown_of(folder, manifest).share:.3%} of the tokens")
     for source in manifest.sources:
         lines.append(

@@ -15,7 +15,7 @@ def save(folders: list[Path], texts: list[list[str]], near: bool) -> list[int]:
     """Save one unit's items in each folder; return the number of the first of each, and of all."""
     for folder, of_unit in zip(folders, texts, strict=True):
         folder.mkdir()
-        items = Items(folder, "documents", near)
+        items = Items(folder, "documents", 5 if near else None)
         for text in of_unit:
             items.add(text_hash(text), text)
         items.save()

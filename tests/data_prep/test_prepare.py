@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.preparing import contents, lines_source, records_source
 from support.reading import documents, read_all
 
 from data_prep import CorpusError
+from data_prep.duplicates import dedup
 from data_prep.inspect import summary
 from data_prep.pipeline.smoothing import smoothing
 from data_prep.prepare import prepare
@@ -193,6 +195,74 @@ def test_neither_split_is_left_empty(
     sources = [lines_source(tmp_path / "few.txt", lines)]
     (record,) = prepare(make_config(sources=sources, validation=validation)).sources
     assert (record.documents_kept, record.documents_validation) == (documents, held_out)
+
+
+@pytest.mark.parametrize(("giants", "others"), [(1, 60), (1, 3), (0, 30), (10, 0)])
+def test_a_document_above_the_share_is_trained_on_unless_all_are(
+    make_config: Any, tmp_path: Path, known: list[str], giants: int, others: int
+) -> None:
+    """Compare the split of two files with the rule, written naively; the draws hold giants out."""
+    choose, share = random.Random(8), 0.08
+    for seed in range(3):
+        texts = [" ".join(choose.choices(known, k=choose.randint(5, 40))) for _ in range(others)]
+        while len(texts) < others + 2 * giants:
+            giant = " ".join(choose.choices(known, k=3000))
+            if dedup.draw(dedup.text_hash(giant), seed, "validation") < share or not others:
+                texts[:0] = texts[len(texts) :] = [giant]  # and a duplicate
+        kept = list(dict.fromkeys(texts))
+        size = {text: len(text.encode()) for text in kept}
+        draws = {t: dedup.draw(dedup.text_hash(t), seed, "validation") for t in kept}
+        fits = [text for text in kept if size[text] <= share * sum(size.values())] or kept
+        wanted = [t for t in fits if draws[t] < share] or [min(fits, key=draws.__getitem__)]
+        half = len(texts) // 2
+        parts = {"a.txt": texts[:half], "b.txt": texts[half:]}
+        config = make_config(
+            output=tmp_path / str(seed),
+            sources=[lines_source(tmp_path / name, part) for name, part in parts.items()],
+            seed=seed,
+            validation=share,
+            deduplicate={"documents": "exact"},
+        )
+        warned: list[str] = []
+        held = read_back(config.output, prepare(config, warn=warned.append), "validation")
+        assert sorted(" ".join(pieces) for pieces in held.values()) == sorted(wanted)
+        if giants:
+            largest = max(size.values()) / sum(size.values())
+            (text,) = [text for text in warned if "held out; the largest document" in text]
+            assert f"a.txt@0, is {largest:.1%} of the text: cut it" in text
+
+
+def test_short_texts_go_only_if_they_are_equal(make_config: Any, tmp_path: Path) -> None:
+    choose = random.Random(9)
+    things = [
+        " ".join(f"{word}{n}" for word in ["a", "set", "of", "strong", "tools", "for", "wood"])
+        for n in range(20)
+    ]
+    texts = [
+        f"{thing} with a long handle and a case in {colour} of size {size}"
+        for thing in things
+        for colour in ("red", "blue")
+        for size in range(5)
+    ]
+    lines = [*texts, *choose.sample(texts, 30)]
+    sources = [lines_source(tmp_path / "products.txt", lines)]
+    warned: list[str] = []
+    (record,) = prepare(make_config(sources=sources), warn=warned.append).sources
+    assert (record.documents_kept, record.dropped) == (200, {"duplicate": 30})
+    assert not [text for text in warned if "near duplicates" in text]
+    shorter = {"near_words": 15}
+    config = make_config(sources=sources, output=tmp_path / "short", deduplicate=shorter)
+    (record,) = prepare(config, warn=warned.append).sources
+    lost = record.dropped["near duplicate"]
+    assert lost > 100
+    (text,) = [text for text in warned if "near duplicates" in text]
+    assert f"{lost} of 230 documents are dropped as near duplicates" in text
+    assert "`deduplicate: {documents: exact}` keeps them" in text
+    pairs = re.findall(r"as '(.*?)' is like '(.*?)'", text)
+    assert len(pairs) == 3
+    for pair in pairs:  # parts of two texts of one thing that differ
+        ends = [[t for t in texts if part in t] for part in pair]
+        assert pair[0] != pair[1] and all(ends)
 
 
 def test_a_cluster_of_near_duplicates_lies_in_one_split(make_config: Any, tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ def test_a_file_that_is_altered_in_the_store_is_refused(
     config = make("a")
     for stage in ("examples", "extract", "match", "deduplicate", "vocabulary"):
         prepare_stage(config, stage, **SMALL)
-    part = sorted(tmp_path.glob("store/*/extract/*/part-00000.arrow"))[0]
+    parts = tmp_path.glob("store/*/extract/*/part-00000.arrow")
+    part = max(parts, key=lambda path: path.stat().st_size)  # not one of duplicates alone
     message = rf"{part.parent.name}/part-00000.arrow: missing, or not what its.*--stage extract`"
     for change in (flip_bit, Path.unlink):
         change(part)
@@ -153,7 +154,8 @@ def test_what_did_not_arrive_is_made_again(
 ) -> None:
     config = make("a")
     prepare_stage(config, "extract", **SMALL)
-    first, second, *_ = sorted(tmp_path.glob("store/*/extract/*.json"))
+    records = sorted(tmp_path.glob("store/*/extract/*.json"))
+    first, second, *_ = [r for r in records if [*r.with_suffix("").glob("part-*")]]
     if what == "cut":
         part = first.with_suffix("") / "part-00000.arrow"
         part.write_bytes(part.read_bytes()[:-1])

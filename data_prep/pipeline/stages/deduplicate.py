@@ -1,11 +1,13 @@
 """Decide from all pairs which documents are kept, their split, and which paragraphs are removed.
 
 A cluster of duplicates keeps its first document. The smallest hash of its texts decides its split,
-so that no duplicate of a training text is in the validation split.
+so that no duplicate of a training text is in the validation split. A document that has alone more
+text than `validation` asks for is trained on, unless all have.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan
 
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
+SHOWN = 3  # near duplicates of a unit, for people
 FATES = ("train", "validation", "duplicate", "near duplicate")
 
 
@@ -65,31 +68,43 @@ def _plan(plan: Plan) -> Iterator[Planned]:
 def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
     """Write `NNNNNN-fates.npy` [documents] and -paragraphs.npy [n, 2] for each unit of extraction.
 
-    The result has the bytes of each split by unit and part, and the number of documents by fate.
+    The result has by unit the bytes of each split in each part, the number of documents by fate,
+    and some of its near duplicates, each after the first of its cluster; the bytes of all documents
+    that are kept, and of the largest one, with its number.
     """
     items, cluster_of, near = _clusters(task.documents)
-    keys: dict[int, bytes] = {}  # the smallest text hash of each cluster
-    for unit, (start, end) in zip(task.extracted, pairwise(task.bounds), strict=True):
-        mine = slice(*np.searchsorted(items, [start, end]))
-        if mine.start < mine.stop:  # an index is read only where it is needed
-            hashes = read_index(unit)["key"][items[mine] - start]
-            for cluster, key in zip(cluster_of[mine].tolist(), hashes, strict=True):
-                keys[cluster] = min(key.tobytes(), keys.get(cluster, key.tobytes()))
     is_duplicate = items != cluster_of
+    keys: dict[int, bytes] = {}  # the smallest text hash of each cluster
+    total, largest, smallest = 0, (0, 0), math.inf  # bytes; bytes and document; bytes
+    for unit, (start, end) in zip(task.extracted, pairwise(task.bounds), strict=True):
+        index, mine = read_index(unit), slice(*np.searchsorted(items, [start, end]))
+        here, sizes = items[mine] - start, index["bytes"]
+        for cluster, key in zip(cluster_of[mine].tolist(), index["key"][here], strict=True):
+            keys[cluster] = min(key.tobytes(), keys.get(cluster, key.tobytes()))
+        sizes[here[is_duplicate[mine]]] = -1
+        alive = np.flatnonzero(sizes >= 0)
+        if len(alive):
+            total += int(sizes[alive].sum())
+            smallest = min(smallest, int(sizes[alive].min()))
+            if (size := int(sizes.max())) > largest[0]:
+                largest = (size, start + int(sizes.argmax()))
+    most = task.validation * total
+    most = most if smallest <= most else math.inf
     kept = held_out = 0
     extremes: list[tuple[float, int, int]] = []  # draw, unit, document: smallest and largest
     for number, (unit, start) in enumerate(zip(task.extracted, task.bounds[:-1], strict=True)):
-        draws = read_index(unit)["draw"]
+        index = read_index(unit)
+        draws, fits = index["draw"], index["bytes"] <= most
         fates = np.full(len(draws), TRAIN, dtype=np.uint8)
         mine = slice(*np.searchsorted(items, [start, start + len(draws)]))
         here = items[mine] - start
         draws[here] = [draw(keys[c], task.seed, "validation") for c in cluster_of[mine].tolist()]
-        fates[draws < task.validation] = VALIDATION
+        fates[(draws < task.validation) & fits] = VALIDATION
         fates[here[is_duplicate[mine]]] = DUPLICATE
         fates[here[is_duplicate[mine] & near[mine]]] = NEAR_DUPLICATE
         kept += int((fates < DUPLICATE).sum())
         held_out += int((fates == VALIDATION).sum())
-        alive = np.flatnonzero(fates < DUPLICATE)
+        alive = np.flatnonzero((fates < DUPLICATE) & fits)
         for place in (np.argmin, np.argmax) if len(alive) else ():
             document = int(alive[place(draws[alive])])
             extremes.append((float(draws[document]), number, document))
@@ -101,7 +116,7 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
         fates = np.load(fates_file(folder, number))
         fates[document] = VALIDATION if held_out == 0 else TRAIN
         np.save(fates_file(folder, number), fates)
-    accounts = []
+    is_near, accounts = is_duplicate & near, []
     repeated = _paragraphs(task, folder)
     for number, (unit, taken_out) in enumerate(zip(task.extracted, repeated, strict=True)):
         np.save(folder / f"{number:06d}-paragraphs.npy", taken_out)
@@ -110,14 +125,17 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
         totals = np.zeros((2, int(parts.max(initial=-1)) + 1), dtype=np.int64)
         alive = fates < DUPLICATE
         np.add.at(totals, (fates[alive], parts[alive]), sizes[alive])
+        start, end = np.searchsorted(items, task.bounds[number : number + 2])
+        shown = start + np.flatnonzero(is_near[start:end])[:SHOWN]
         accounts.append(
             {
                 "parts": totals.tolist(),  # bytes of [train, validation] in each part
                 "fates": np.bincount(fates, minlength=len(FATES)).tolist(),
                 "paragraphs": len(taken_out),
+                "near": np.stack([cluster_of[shown], items[shown]], axis=1).tolist(),
             }
         )
-    return {"units": accounts}
+    return {"units": accounts, "bytes": total, "largest": largest}
 
 
 def fates_file(folder: Path, unit: int) -> Path:

@@ -52,7 +52,7 @@ class DocumentWriter:
         self._count = 0
         levels = {"documents": deduplicate.documents, "paragraphs": deduplicate.paragraphs}
         self._levels = {
-            level: Items(folder, level, how == "near")
+            level: Items(folder, level, deduplicate.near_words if how == "near" else None)
             for level, how in levels.items()
             if how != "none"
         }

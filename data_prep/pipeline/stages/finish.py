@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +18,14 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import sync, write_file
 from data_prep.disk.json_files import write_json
+from data_prep.messages import one_line
 from data_prep.pipeline.code import installed
 from data_prep.pipeline.plan import STAGES, Plan
 from data_prep.pipeline.smoothing import smoothing
 from data_prep.pipeline.stage import Reads
-from data_prep.pipeline.stages.deduplicate import FATES, TRAIN, VALIDATION
+from data_prep.pipeline.stages.deduplicate import FATES, SHOWN, TRAIN, VALIDATION
 from data_prep.pipeline.stages.documents import read_index, read_part
+from data_prep.pipeline.stages.match import item_bounds
 from data_prep.pipeline.units import remove
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import (
@@ -41,8 +45,13 @@ from data_prep.shards.manifest import (
     text_file,
 )
 from data_prep.shards.writing import file_record
+from data_prep.sources import Document
 
 MANY_UNKNOWN = 0.01  # share of the tokens from which on a corpus is warned of
+MOST_OFF = 1.5  # times the share of tokens that is asked to be held out
+MANY_NEAR = 0.01  # share of a source's documents
+PART = 60  # characters of a near duplicate that are shown, around the first difference
+LARGE = 0.05  # share of the text from which on a document is warned of
 SAMPLE = 1 << 22  # characters that are searched for unknown strings
 LONGEST_OF_SAMPLE = 1 << 16  # of a document
 READS: Reads = {"extract": ("*.jsonl",), "vocabulary": ("*",), "pack": ("*",)}
@@ -174,6 +183,69 @@ def check_unknown(config: CorpusConfig, unknown: UnknownRecord) -> None:
             f"{config.max_unknown:g}: choose a tokenizer of this language (a folder that has only "
             "a vocab.txt is read as WordPiece), or raise max_unknown"
         )
+
+
+def split_warning(plan: Plan, manifest: Manifest) -> str:
+    """Return what to warn of if much more or less is held out than asked, or one text is large."""
+    result = plan.records("deduplicate")[0].result
+    size, number = result["largest"]
+    part = size / max(1, result["bytes"])
+    asked, (documents, tokens) = plan.config.validation, held_out(manifest)
+    off = asked > 0 and not asked / MOST_OFF <= tokens <= asked * MOST_OFF
+    if not off and part <= LARGE:
+        return ""
+    return (
+        f"validation {asked:g}: {documents:.1%} of the documents and {tokens:.1%} of the tokens "
+        f"are held out; the largest document, {one_line(_document(plan, number).id)}, is "
+        f"{part:.1%} of the text"
+        + (": cut it into several, such as chapters" if part > LARGE else "")
+    )
+
+
+def near_warnings(plan: Plan, manifest: Manifest) -> Iterator[str]:
+    """Yield what to warn of for each source that lost many documents as near duplicates."""
+    units = plan.records("deduplicate")[0].result["units"]
+    for number, source in enumerate(manifest.sources):
+        lost = source.dropped.get("near duplicate", 0)
+        if lost <= MANY_NEAR * source.documents_in:
+            continue
+        extracted = zip(plan.records("extract"), units, strict=True)
+        pairs = [
+            pair for e, unit in extracted if e.result["source"] == number for pair in unit["near"]
+        ]
+        shown = []
+        for pair in pairs[:SHOWN]:
+            first, other = (_document(plan, item).text for item in pair)
+            differ = (n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
+            start = max(0, next(differ, min(len(first), len(other))) - PART // 2)
+            parts = (one_line(text[start : start + PART]) for text in (other, first))
+            shown.append(" as '{}' is like '{}'".format(*parts))
+        yield (
+            f"source {source.name}: {lost:,} of {source.documents_in:,} documents are dropped as "
+            f"near duplicates,{','.join(shown)}: `deduplicate: {{documents: exact}}` keeps them"
+        )
+
+
+def _document(plan: Plan, item: int) -> Document:
+    """Return what was extracted as a document, by its number in the corpus."""
+    bounds = item_bounds(plan, "documents")
+    unit = bisect_right(bounds, item) - 1
+    plan.bring("extract", ("index.arrow", "part-*"), unit)
+    folder, number = plan.folders("extract")[unit], item - bounds[unit]
+    parts = read_index(folder)["part"]
+    mine = np.flatnonzero(parts == parts[number])  # consecutive documents
+    file = plan.records("extract")[unit].result["parts"][parts[number]]["file"]
+    ((_, document),) = read_part(folder / file, mine == number)
+    return document
+
+
+def held_out(manifest: Manifest) -> tuple[float, float]:
+    """Return the shares of the documents and of the tokens in the validation split."""
+    of_splits = {name: split.tokens for name, split in manifest.splits.items()}
+    kept = sum(source.documents_kept for source in manifest.sources)
+    documents = sum(source.documents_validation for source in manifest.sources)
+    tokens = of_splits.get("validation", 0) / max(1, sum(of_splits.values()))
+    return documents / max(1, kept), tokens
 
 
 def evaluation_records(plan: Plan) -> dict[str, EvaluationRecord]:
