@@ -36,6 +36,7 @@ from data_prep.examples.values import (
     class_name,
     is_missing,
     is_secret,
+    odd_labels,
 )
 from data_prep.messages import one_line
 from data_prep.tokens import Tokens
@@ -88,6 +89,12 @@ class Examples:
         # Are places given instead of names? Then a file has no line of names.
         chosen = [config.task.text, config.task.pair, config.task.label, config.task.id]
         self.names = not any(isinstance(column, int) for column in chosen)
+        parts = Counter([self.text, self.label, *([self.pair] if self.pair is not None else [])])
+        if (column := parts.most_common(1)[0])[1] > 1:
+            raise CorpusError(
+                f"task: text, pair and label are columns of their own, and {column[0]!r} is named "
+                "twice: correct the keys"
+            )
 
     def read(
         self, where: str, records: Iterator[Record], split: Split, warn: Callable[[str], None]
@@ -128,6 +135,9 @@ class Examples:
                 f"{where}: example {without[0]}: no column {self.label!r}, which other examples "
                 "have; give it null if there is no label"
             )
+        empty = sum(not example.text.strip() for example in found)
+        if empty > len(found) / 100:
+            warn(f"{where}: {empty:,} of {len(found):,} texts are empty")
         if split != "test" and self.columns.probabilities is None and known < len(found):
             warn(f"{where}: {len(found) - known:,} of {len(found):,} examples have no label")
         id, times = Counter(example.id for example in found).most_common(1)[0]
@@ -144,20 +154,30 @@ class Examples:
             found.append(example._replace(id=f"unlabelled-{example.id}", labels={}, spare=True))
         return found
 
-    def find_labels(self, where: str, examples: Sequence[Example]) -> None:
-        """Take the classes of these examples where the config names none."""
+    def find_labels(
+        self, where: str, examples: Sequence[Example], warn: Callable[[str], None]
+    ) -> None:
+        """Take the classes of these examples where the config names none, and warn of odd ones."""
         if self.labels or self.columns.name not in ("classification", "token_classification"):
             return
-        seen: set[str] = set()
+        seen = Counter[str]()
         for example in examples:
             value = example.labels.get("label", example.labels.get("tags"))
             seen.update(value if isinstance(value, list) else [value] if value is not None else [])
+        for text in odd_labels(seen):
+            warn(f"{where}: {text}: correct them, or name the classes in task.labels")
+        first = examples[0].labels.get("label")
+        if not self.names and first is not None and seen[first] == 1:
+            warn(
+                f"{where}: only the first example has the label {one_line(first, 40)!r}: if it is "
+                "a line of names, set task.text and task.label to names"
+            )
         if len(seen) < 2:
             raise CorpusError(
                 f"{where}: {len(seen)} label(s) in {self.label!r}; a classifier needs two: check "
                 "task.label, or name them in task.labels"
             )
-        numeric = all(re.fullmatch(r"-?\d+", value) for value in seen)
+        numeric = all(re.fullmatch(r"-?\d{1,18}", value) for value in seen)
         if numeric and self.columns.name == "token_classification":
             raise CorpusError(
                 f"{where}: the tags in {self.label!r} are numbers: name them in task.labels, in "

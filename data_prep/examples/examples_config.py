@@ -115,6 +115,10 @@ class ExamplesConfig(Keys):
     """A sample of so many training examples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of that sample, and of the share."""
+    allow_shared: bool = False
+    """Take files although more than a tenth of the texts of one are in another, too."""
+    max_unknown: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of tokens that may be unknown: with more the tokenizer is not of this text."""
     licence: str = ""
     """Of the data, for the model card."""
 
@@ -141,6 +145,7 @@ class ExamplesConfig(Keys):
         The manifest records the tokenizer's fingerprint, and hashes of the files are added.
         """
         without = {"output", "tokenizer", "train", "test", "unlabelled", "licence"}
+        without |= {"allow_shared", "max_unknown"}
         values = self.model_dump(mode="json", exclude=without)
         if isinstance(self.validation, Path):
             values["validation"] = "file"

@@ -98,8 +98,16 @@ def files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     # A folder of the Hub also has a README and settings.
-    known = [p for p in path.rglob("*") if p.suffix.lower() in (".parquet", ".jsonl")]
+    shown = [
+        p for p in path.rglob("*") if not re.search(r"(^|/)\.", p.relative_to(path).as_posix())
+    ]
+    known = [p for p in shown if p.suffix.lower() in (".parquet", ".jsonl")]
     if known:
+        if len(formats := {p.suffix.lower() for p in known}) > 1:
+            raise CorpusError(
+                f"{path}: holds {' and '.join(sorted(formats))} files, which may have the same "
+                "examples: remove one of the two formats"
+            )
         if len(found := {s for p in known for s in _SPLITS if s in p.name.lower()}) > 1:
             raise CorpusError(
                 f"{path}: holds files of {' and '.join(sorted(found))}: give each split a folder "
@@ -107,8 +115,9 @@ def files_of(path: Path) -> list[Path]:
             )
         return sorted(known)
     # IMDb's folder also has lists of addresses, and reviews without a label.
-    texts = [p for p in path.glob("*/*.txt") if p.parent.name != "unsup"]
-    return sorted(texts or path.glob("*.txt"))
+    texts = [p for p in shown if p.suffix == ".txt" and p.parent.name != "unsup"]
+    inner = [p for p in texts if p.parent.parent == path]
+    return sorted(inner or (p for p in texts if p.parent == path))
 
 
 def _of_folder(path: Path, names: bool, warn: Warn) -> Iterator[Record]:

@@ -17,6 +17,7 @@ import xxhash
 from data_prep import CorpusError
 from data_prep.disk import hash_file, lock, sync, write_file
 from data_prep.examples.encoding import IGNORE, Example, Examples, Row
+from data_prep.examples.equal_texts import counts_of, groups_of
 from data_prep.examples.examples_config import ExamplesConfig, Split
 from data_prep.examples.labelled_files import LEFT_OUT, files_of, read_records, read_unlabelled
 from data_prep.pipeline.code import installed
@@ -35,7 +36,7 @@ from data_prep.shards.manifest import (
 from data_prep.shards.writing import file_record, write_batch
 from data_prep.tokens import Tokens, load
 
-BEHAVIOUR = 3  # raised when the same files would give other bytes
+BEHAVIOUR = 4  # raised when the same files would give other bytes
 _MULTIPLE = 8  # of tokens, that a row is long
 _LETTERS = 4.5  # of a token, for an estimate
 _BY_TEXT = ("question_answering", "similarity")  # measured on texts, not on rows
@@ -116,6 +117,10 @@ def _content(config: ExamplesConfig) -> dict[str, Any]:
         if not path.exists():
             raise CorpusError(f"{key} {path}: no such file or folder: check the path")
         hashes[key] = _digest(path)
+        if same := next((k for k in hashes if k != key and hashes[k] == hashes[key]), None):
+            raise CorpusError(
+                f"{key} {path}: holds what {same} {files[same]} holds: give other examples"
+            )
     return {**config.content(), "sha256": hashes, "behaviour": BEHAVIOUR}
 
 
@@ -156,12 +161,13 @@ def _make(
         records = read_records(path, examples.names, warn)
         found[split] = examples.read(str(path), records, split, warn)
     _divide(config, found)
-    examples.find_labels(str(config.train), found["train"])
+    examples.find_labels(str(config.train), found["train"], warn)
     if config.unlabelled is not None:
         spare = read_unlabelled(
             config.unlabelled, examples.text, examples.pair, examples.names, warn
         )
         found["train"] += examples.spare(str(config.unlabelled), spare)
+    noted = counts_of(found, config.allow_shared, warn)
     rows: dict[Split, list[Row]] = {}
     for split, some in found.items():
         rows[split] = list(examples.rows(str(config.files().get(split, config.train)), some))
@@ -196,8 +202,8 @@ def _make(
         if config.task.name in _BY_TEXT and split != "train":
             _write_texts(place / texts_file(split), found[split])
             files.append(texts_file(split))
-        sources.append(_source(config, split, found[split]))
-        _warn_unknown(split, encoded, record.special_ids.unk, warn)
+        sources.append(_source(config, split, found[split], noted[split]))
+        _check_unknown(config, split, encoded, record.special_ids.unk, warn)
     return seal(
         {
             "tokenizer": record,
@@ -221,10 +227,15 @@ def _divide(config: ExamplesConfig, found: dict[Split, list[Example]]) -> None:
     order = sorted(range(len(train)), key=lambda i: (seeds[i], i))
     if isinstance(config.validation, float):
         num = max(1, round(len(train) * config.validation))
-        if num >= len(train):
+        groups, held = groups_of(train).values(), dict[int, None]()
+        group_of = {i: group for group in groups for i in group}
+        for i in [i for i in order if len(group_of[i]) <= num] or order:
+            if len(held) < num:  # with each example all others of its text
+                held |= dict.fromkeys(group_of[i])
+        if len(held) >= len(train):
             raise CorpusError(f"{config.train}: too few examples to take {num} for validation")
-        found["validation"] = [train[i] for i in sorted(order[:num])]
-        order = order[num:]
+        found["validation"] = [train[i] for i in sorted(held)]
+        order = [i for i in order if i not in held]
     if config.most is not None:
         order = order[: config.most]
     found["train"] = [train[i] for i in sorted(order)]
@@ -268,7 +279,9 @@ def _write_texts(path: Path, examples: Sequence[Example]) -> None:
     write_file(path, lambda file: file.writelines(lines))
 
 
-def _source(config: ExamplesConfig, split: Split, examples: Sequence[Example]) -> SourceRecord:
+def _source(
+    config: ExamplesConfig, split: Split, examples: Sequence[Example], noted: dict[str, int]
+) -> SourceRecord:
     nothing: dict[str, int] = {}
     return SourceRecord(
         name=split,
@@ -278,18 +291,28 @@ def _source(config: ExamplesConfig, split: Split, examples: Sequence[Example]) -
         documents_kept=len(examples),
         documents_validation=len(examples) if split == "validation" else 0,
         dropped=nothing,
-        noted=nothing,
+        noted=noted,
         leftovers=nothing,
         contaminated=nothing,
         characters=sum(len(e.text) + len(e.pair or "") for e in examples),
     )
 
 
-def _warn_unknown(
-    split: str, rows: Sequence[Row], unknown: int, warn: Callable[[str], None]
+def _check_unknown(
+    config: ExamplesConfig,
+    split: str,
+    rows: Sequence[Row],
+    unknown: int,
+    warn: Callable[[str], None],
 ) -> None:
     ids: Iterator[Any] = (row.ids for row in rows)
     counts = [(np.count_nonzero(i == unknown), len(i)) for i in ids]
     share = sum(c for c, _ in counts) / max(1, sum(n for _, n in counts))
+    text = f"{split}: {share:.1%} of the tokens are unknown"
+    if share > config.max_unknown:
+        raise CorpusError(
+            f"{text}; more than max_unknown {config.max_unknown:g}: choose a tokenizer of this "
+            "language, or raise max_unknown"
+        )
     if share > 0.01:
-        warn(f"{split}: {share:.1%} of the tokens are unknown: is this the tokenizer of this text?")
+        warn(f"{text}: is this the tokenizer of this text?")

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import math
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,14 @@ import numpy as np
 from data_prep import CorpusError
 from data_prep.messages import one_line
 
+_MISSING = ("none", "nan", "na", "n/a", "null", "<na>")
+_NUMBER = r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*"
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a cell or a value of JSON is empty."""
-    return value is None or str(value).strip() == ""
+    """Return whether a cell or a value of JSON is empty; pandas writes NaN for null."""
+    return value is None or value != value or str(value).strip() == ""
 
 
 def is_secret(value: Any) -> bool:
@@ -40,7 +45,9 @@ def check_characters(where: str, column: Any, text: str) -> None:
 def as_number(where: str, column: Any, value: Any) -> float:
     """Return a finite number that fp32 holds."""
     try:
-        number = float(value)
+        # Python also reads 1_000, true and digits of other scripts.
+        plain = not isinstance(value, bool) and re.fullmatch(_NUMBER, str(value), re.ASCII)
+        number = float(value) if plain else math.nan
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
@@ -60,6 +67,21 @@ def class_name(where: str, column: Any, value: Any) -> str:
         )
     check_characters(where, column, str(value))
     return str(value).strip()
+
+
+def odd_labels(labels: Iterable[str]) -> Iterator[str]:
+    """Yield what is odd about a set of labels: some that are alike, or names of missing values."""
+    alike: dict[Any, list[str]] = {}
+    for label in sorted(labels):
+        folded: Any = unicodedata.normalize("NFKC", label).casefold()
+        if re.fullmatch(_NUMBER, folded, re.ASCII):
+            folded = float(folded)
+        alike.setdefault(folded, []).append(one_line(label, 40))
+    for names in alike.values():
+        if len(names) > 1:
+            yield f"the labels {' and '.join(map(repr, names))} are different classes"
+    if missing := sorted(label for label in labels if label.casefold() in _MISSING):
+        yield f"{', '.join(map(repr, missing))} is read as a class, and not as a missing label"
 
 
 def as_answers(where: str, value: Any, context: str) -> list[tuple[int, str]]:

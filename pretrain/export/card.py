@@ -126,6 +126,12 @@ def model_card(
             ("source", "kind", "documents", "licence"),
             [(s["name"], s["kind"], s["documents_kept"], s["licence"]) for s in state["sources"]],
         ),
+        *(
+            f"{escaped(source['name'])}: {num:,} {name}."
+            for source in state["sources"]
+            if task_of(state).has_head
+            for name, num in source["noted"].items()
+        ),
         f"Digest of the packed rows: `{state['shards']}`.",
         "## Training",
         _training(state, about),

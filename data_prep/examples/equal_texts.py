@@ -1,0 +1,85 @@
+"""Find examples with equal texts: doubled, with another label, or in two splits.
+
+Texts are equal if they are so without case, in one form of Unicode and with one space in place of
+each run of white space; of a pair both are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from data_prep import CorpusError
+from data_prep.examples.encoding import Example
+from data_prep.examples.examples_config import Split
+from data_prep.messages import one_line
+
+_FEW = 5  # words; shorter texts, such as "thank you", are in each set of data
+_MANY, _MOST = 0.01, 0.1  # shares of a split's texts that are warned of, and refused
+DOUBLED, CONTRADICTING, SHARED = (
+    "texts that are there twice",
+    "twice with another label",
+    "texts of an earlier split",
+)
+
+
+def folded(text: str) -> str:
+    """Return what is equal of equal texts."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def groups_of(examples: Sequence[Example]) -> dict[bytes, list[int]]:
+    """Return the numbers of the examples of each text, by 16 bytes of hash."""
+    groups: dict[bytes, list[int]] = {}
+    for number, example in enumerate(examples):
+        text = f"{folded(example.text)}\0{folded(example.pair or '')}"
+        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        groups.setdefault(key, []).append(number)
+    return groups
+
+
+def counts_of(
+    found: Mapping[Split, Sequence[Example]], allow_shared: bool, warn: Callable[[str], None]
+) -> dict[Split, dict[str, int]]:
+    """Return for each split how many of its examples have the text of another one.
+
+    Args:
+        found: examples by split; each is compared with itself and with those before it.
+        allow_shared: warn where it is refused otherwise.
+        warn: receives what a user should know.
+
+    Raises:
+        CorpusError: many texts of a split are in an earlier one, such as training.
+    """
+    counts: dict[Split, dict[str, int]] = {}
+    earlier: dict[bytes, Split] = {}  # the split that has a text first
+    for split, examples in found.items():
+        groups, noted = groups_of(examples), Counter[str]()
+        shared: dict[Split, list[int]] = {}  # but for short texts
+        for key, numbers in groups.items():
+            first = examples[numbers[0]]
+            labels = {repr(examples[n].labels) for n in numbers if examples[n].labels}
+            noted[DOUBLED] += len(numbers) - 1
+            noted[CONTRADICTING] += (len(numbers) - 1) * (len(labels) > 1)
+            if other := earlier.get(key):
+                noted[SHARED] += len(numbers)
+                if len(f"{first.text} {first.pair or ''}".split()) >= _FEW:
+                    shared.setdefault(other, []).extend(numbers)
+        for other, numbers in shared.items():
+            num, example = len(numbers), examples[numbers[0]]
+            text = (
+                f"{num:,} of {len(examples):,} texts of {split} ({num / len(examples):.0%}) are in "
+                f"{other}, too, such as {one_line(example.text, 60)!r}"
+            )
+            if num > _MOST * len(examples) and not allow_shared:
+                raise CorpusError(
+                    f"{text}: scores would be of what was learnt by heart; leave them out, or set "
+                    "allow_shared: true"
+                )
+            if num > _MANY * len(examples):
+                warn(text)
+        earlier |= dict.fromkeys(groups.keys() - earlier, split)
+        counts[split] = {name: num for name, num in noted.items() if num}
+    return counts
