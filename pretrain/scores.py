@@ -178,8 +178,8 @@ def logits_of_file(
     def logits_of(some: NDArray[np.int64]) -> NDArray[np.float32]:
         mask = (ids_RL[some] != pad).astype(np.int64)
         length = mask.sum(1).max()
-        ids, mask, second = ids_RL[some, :length], mask[:, :length], second_R[some][:, None]
-        types = ((np.arange(length) >= second) & (second > 0)) * mask
+        ids, mask = ids_RL[some, :length], mask[:, :length]
+        types = rows.types(second_R[some], length) * mask
         logits = [session(name, ids, mask, types) for name in outputs]
         return logits[0] if len(outputs) == 1 else np.stack(logits, axis=-1)
 

@@ -347,6 +347,14 @@ class Examples:
         second = sequence.index(1) if 1 in sequence else 0
         if example.pair is not None and not second and kind != "question_answering":
             second = len(sequence) - 1  # an empty text: its part is the last special token
+        # Only whether a tokenizer tells the second text by a type of its own is read later.
+        if any(encoding.type_ids) and encoding.type_ids != [
+            int(0 < second <= place) for place in range(len(sequence))
+        ]:
+            raise CorpusError(
+                f"{where}: {self.tokens.origin} gives tokens other types than 0, and 1 from the "
+                "second text on: choose another tokenizer"
+            )
         found: dict[str, Any] = {"second": second}
         if kind == "classification":
             found["label"] = self._number_of(where, labels.get("label"))

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from data_prep.shards import Manifest, read_listed
 from pretrain import RunError
 
@@ -34,6 +36,12 @@ def of_shards(
     names = [_WORDS, _SETTINGS] + ([_LIST] if f"tokenizer/{_LIST}" in listed else [])
     found = {name: read_listed(folder, manifest, f"tokenizer/{name}") for name in names}
     return _for_model(folder / "tokenizer", found, max_positions, types)
+
+
+def tells_pairs(folder: Path, manifest: Manifest) -> bool:
+    """Return whether the tokenizer of shards gives the tokens of a second text another type."""
+    tokenizer = Tokenizer.from_str(read_listed(folder, manifest, f"tokenizer/{_WORDS}").decode())
+    return any(tokenizer.encode("a", "a").type_ids)
 
 
 def of_checkpoint(

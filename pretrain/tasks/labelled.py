@@ -39,6 +39,7 @@ from pretrain.model.task_head import (
     saved_head,
 )
 from pretrain.model.teacher import Teacher
+from pretrain.model.tokenizer_files import tells_pairs
 from pretrain.tasks.task import Examples
 from pretrain.tasks.transfer import Transfer
 
@@ -81,6 +82,8 @@ class LabelledRows(Examples):
             if name in batches[0].schema.names:
                 columns = [batch.column(name) for batch in batches]
                 self.columns[name] = np.concatenate([_array(column) for column in columns])
+        pairs = bool(self.columns["second"].any())
+        self.typed = pairs and tells_pairs(shards.folder, manifest)
         self.labelled = bool(_labelled(self.columns).any())
         self.ids = [id for batch in batches for id in batch.column("id").to_pylist()]
 
@@ -131,10 +134,9 @@ class LabelledRows(Examples):
             if name == "tags" or tensor.dim() == 3:  # an entry for each token
                 labels[name] = tensor[:, :longest].contiguous()
         labels |= {"number": rows["number"], PLACES: torch.from_numpy(places)}
-        second_E1 = rows["second"].numpy()[:, None]
-        if (second_E1 > 0).any():
-            second = (np.arange(ids_EL.shape[1]) >= second_E1) & (second_E1 > 0)
-            labels[TYPES] = torch.from_numpy(second[token_EL][None].astype(np.uint8))
+        if self.typed:
+            types_EL = self.types(rows["second"].numpy(), ids_EL.shape[1])
+            labels[TYPES] = torch.from_numpy(types_EL[token_EL][None].astype(np.uint8))
         ids_1N, bounds = ids_EL[token_EL][None], np.append(0, ends_E)
         if not ids_1N.size:  # all are left out: an encoder needs a position
             ids_1N, bounds = np.array([[self.special.pad]], ids_EL.dtype), np.append(bounds, 1)
@@ -148,6 +150,11 @@ class LabelledRows(Examples):
         documents = np.stack([begins_E[there], lengths_E[there]], axis=1)
         bounds_S = torch.from_numpy(bounds.astype(np.int32))
         return Batch(torch.from_numpy(ids_1N), bounds_S, longest, labels, counts, documents)
+
+    def types(self, second_E: Any, length: int) -> Any:
+        """Return where the tokenizer gives the second text's type [E, L]: some do so nowhere."""
+        second_E1 = second_E[:, None]
+        return (np.arange(length) >= second_E1) & (second_E1 > 0) & self.typed
 
     def fullest(self, ids: Any, numbers: Any, token: int) -> Batch:
         """Return rows of the whole length as a micro-batch."""
@@ -195,8 +202,7 @@ class LabelledExamples(LabelledRows):
 
     def state(self) -> dict[str, Any]:
         """Return what an export, and a later start, must know of the head and of soft labels."""
-        pairs = bool(self.columns["second"].any())
-        known = {"output": OUTPUTS[self.kind], "names": list(self.names), "pairs": pairs}
+        known = {"output": OUTPUTS[self.kind], "names": list(self.names), "pairs": self.typed}
         return {"labels": {**known, "teacher": self.digest}}
 
     def changes(self, state: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from torch.nn.functional import linear, normalize
 
 from data_prep.shards import Manifest, read_listed
 from pretrain.model.families import family_of, has_types
+from pretrain.model.tokenizer_files import tells_pairs
 from pretrain.tasks.mlm.examples import special_tokens, words_of
 from pretrain.tasks.mlm.words import draw_words
 
@@ -50,6 +51,7 @@ class Words:
         self.special = special_tokens(manifest, size)
         tokenizer = read_listed(shards, manifest, "tokenizer/tokenizer.json")
         self.tokenizer = Tokenizer.from_str(tokenizer.decode())
+        self.typed = has_types(model) and tells_pairs(shards, manifest)
         whole = np.array([self.is_alphabetic((id,)) for id in range(size)])
         # Only these are put into a text.
         self.usable = torch.from_numpy(whole & ~self.borders.goes_on & ~self.special)
@@ -89,7 +91,7 @@ class Words:
             index_B = torch.arange(len(places_B))
             ids_BL = ids_L.repeat(len(places_B), 1)
             ids_BL[index_B, places_B] = self.mask
-            more = {"token_type_ids": types_L.expand_as(ids_BL)} if has_types(self.model) else {}
+            more = {"token_type_ids": types_L.expand_as(ids_BL)} if self.typed else {}
             hidden_BLD = self.model.base_model(input_ids=ids_BL, **more).last_hidden_state
             masked_BD = hidden_BLD[index_B, places_B]
             projection = family_of(self.model).projection(self.model, masked_BD)

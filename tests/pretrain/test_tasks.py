@@ -23,11 +23,13 @@ from support.results import losses
 from support.runs import step_folder
 from support.task_data import run_of
 from support.tiny import as_teacher
+from tokenizers.processors import TemplateProcessing
 from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy, mse_loss
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data_prep.shards import open_shards
+from data_prep.tokens import load
 from pretrain.contracts.batch import PLACES, Batch, apart
 from pretrain.contracts.terms import Encoded
 from pretrain.data.order import Order
@@ -63,7 +65,7 @@ def no_dropout(folder: Path) -> dict[str, Any]:
     }
 
 
-def plain_losses(model: Any, values: dict[str, Any], kind: str) -> list[float]:
+def plain_losses(model: Any, values: dict[str, Any], kind: str, types: bool = True) -> list[float]:
     """Train as a user of transformers would, on the rows of each step in one batch."""
     shards, steps = open_shards(values["shards"]), values["train"]["max_steps"]
     columns = LabelledRows(shards).columns
@@ -81,7 +83,7 @@ def plain_losses(model: Any, values: dict[str, Any], kind: str) -> list[float]:
         mask = (ids != 0).long()
         inputs = {"input_ids": ids, "attention_mask": mask}
         second = torch.from_numpy(columns["second"][numbers])[:, None]
-        if getattr(model.config, "type_vocab_size", 0) > 1:
+        if types and getattr(model.config, "type_vocab_size", 0) > 1:
             place = torch.arange(ids.shape[1])
             inputs["token_type_ids"] = ((place >= second) & (second > 0) & (mask > 0)).long()
         outputs = model(**inputs)
@@ -544,7 +546,16 @@ def test_an_export_is_what_plain_transformers_loads_and_measures(
     done = export(Path(values["output"]), folder, print)
     plain: Any = task_data.CLASSES[kind].from_pretrained(folder).eval()
     assert done.architecture == type(plain).__name__ and done.difference < 1e-5
-    rows = LabelledRows(open_shards(shards, "validation"))
+    compare_with_raw_texts(tmp_path, folder, plain, kind)
+    run, exported = (
+        evaluate_tasks([str(name)], shards)[str(name)] for name in (values["output"], folder)
+    )
+    assert run == exported
+
+
+def compare_with_raw_texts(tmp_path: Path, folder: Path, plain: Any, kind: str) -> None:
+    """Compare logits of rows with those of transformers for texts, by the folder's tokenizer."""
+    rows = LabelledRows(open_shards(tmp_path / "shards", "validation"))
     model, head = read_model(
         str(folder),
         lambda loaded: (loaded.model.eval(), task_head_of("it", loaded, OUTPUTS[kind])),
@@ -565,10 +576,29 @@ def test_an_export_is_what_plain_transformers_loads_and_measures(
             theirs = outputs.logits[0]
         mine = ours[number][:length] if theirs.dim() == 2 else ours[number]
         np.testing.assert_allclose(mine, theirs.numpy(), atol=2e-5)
-    run, exported = (
-        evaluate_tasks([str(name)], shards)[str(name)] for name in (values["output"], folder)
-    )
-    assert run == exported
+
+
+def test_types_of_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    """Train on pairs a RoBERTa with two types, whose tokenizer gives both texts the first one."""
+    (tmp_path / "vocab.txt").write_text("\n".join(task_data.VOCABULARY) + "\n", encoding="utf-8")
+    backend = load(str(tmp_path / "vocab.txt")).backend
+    parts = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] [SEP] $B:0 [SEP]:0"}
+    special = [(name, backend.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    backend.post_processor = TemplateProcessing(**parts, special_tokens=special)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    kind = "classification"
+    task_data.make(tmp_path, kind, tokenizer={"path": str(tmp_path / "tokenizer.json")})
+    model = task_data.save_model(tmp_path / "model", "roberta", kind, type_vocab_size=2)
+    values = run_of(tmp_path, kind, model=no_dropout(tmp_path / "model"))
+    runs.start(values)
+    wanted = plain_losses(model, values, kind, types=False)
+    assert [*losses(values).values()] == pytest.approx(wanted, rel=1e-5)
+    folder, wanted_files = tmp_path / "exported", Onnx(data=tmp_path / "shards")
+    export(Path(values["output"]), folder, print, onnx=wanted_files)
+    compare_with_raw_texts(tmp_path, folder, task_data.CLASSES[kind].from_pretrained(folder), kind)
+    found = evaluate_tasks([str(folder), str(folder / "onnx" / "model.onnx")], tmp_path / "shards")
+    ours, theirs = found.values()
+    assert ours["score"].value == pytest.approx(theirs["score"].value, abs=1e-6)
 
 
 def other_tasks_are_refused(tmp_path: Path, exported: Path, shards: Path) -> None:
@@ -584,7 +614,10 @@ def other_tasks_are_refused(tmp_path: Path, exported: Path, shards: Path) -> Non
     for old, new in (("O", "a"), ("B-X", "b"), ("I-X", "c")):
         text = text.replace(f'"{old}"', f'"{new}"')
     data.write_text(text, encoding="utf-8")
-    files = {"train": str(data), "validation": str(data)}
+    other = data.with_name("other.jsonl")
+    other.write_text("".join(text.splitlines(True)[:12]), encoding="utf-8")
+    data.write_text("".join(text.splitlines(True)[12:]), encoding="utf-8")
+    files = {"train": str(data), "validation": str(other)}
     tagged = task_data.make(tmp_path / "tags", "token_classification", task=tags, **files)
     for name in (file, str(exported)):
         with runs.refused("which has no head for TokenClassification"):
