@@ -120,17 +120,13 @@ class Deduplicate(Keys):
     """
 
     documents: Level = "near"
-    """Drop documents that are equal, or near: of an estimated similarity of `threshold`. The first
-    one stays.
+    """Drop documents that are equal, or near: of 20 words or more and an estimated similarity of
+    `threshold`. The first one stays.
     """
     paragraphs: Level = "none"
     """Take repeated paragraphs (long lines) out of all documents but the first."""
     threshold: Annotated[float, Field(ge=0.7, le=1)] = 0.8
     """Jaccard similarity of two documents' 5-word shingles; 1: equal sets."""
-    near_words: Annotated[int, Field(ge=5)] = 20
-    """Words of the shortest text that `near` drops: shorter ones, such as names of products that
-    differ in a size, go only if they are equal.
-    """
 
 
 class Decontaminate(Keys):
@@ -271,8 +267,6 @@ class CorpusConfig(Keys):
             del values["keep_text"]
         if not self.skip_documents:
             del values["skip_documents"]
-        if self.deduplicate.near_words == Deduplicate().near_words:
-            del values["deduplicate"]["near_words"]
         values["sources"] = [source_keys(source) for source in self.sources]
         if not isinstance(self.tokenizer, TrainTokenizer):
             del values["tokenizer"]

@@ -532,7 +532,7 @@ def test_labels_that_are_not_there_are_not_a_choice(
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     task = {"name": "classification", "labels": ["a", "b", "c"], "probabilities": "p"}
-    files = {"train": str(data), "validation": str(data)}
+    files = {"train": str(data), "validation": 0.5}
     task_data.make(tmp_path, "classification", task=task, **files)
     save(tmp_path / "model", "bert")
     code, out, err = distil("recipe", recipe(tmp_path, "", heads=2, importance="labels"))

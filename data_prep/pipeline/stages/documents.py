@@ -21,6 +21,7 @@ from data_prep.sources import Document
 
 BATCH_BYTES = 2**20
 BATCH_DOCUMENTS = 2**14
+NEAR_WORDS = 20  # texts below it, such as names of things in several sizes, are no near duplicates
 MIN_PARAGRAPH = 80  # characters; shorter lines are headings and turns of phrase, and may repeat
 DOCUMENTS = pa.schema(
     {"id": pa.string(), "title": pa.string(), "url": pa.string(), "text": pa.large_string()}
@@ -52,7 +53,7 @@ class DocumentWriter:
         self._count = 0
         levels = {"documents": deduplicate.documents, "paragraphs": deduplicate.paragraphs}
         self._levels = {
-            level: Items(folder, level, deduplicate.near_words if how == "near" else None)
+            level: Items(folder, level, NEAR_WORDS if how == "near" else None)
             for level, how in levels.items()
             if how != "none"
         }

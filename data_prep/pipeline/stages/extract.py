@@ -101,8 +101,6 @@ def _plan(plan: Plan) -> Iterator[Planned]:
                 "remove_contaminated": task.remove_contaminated,
                 "seed": config.seed,
             } | ({"skip": skip} if skip else {})
-            if "near" in (config.deduplicate.documents, config.deduplicate.paragraphs):
-                keys["near_words"] = config.deduplicate.near_words
             yield Planned(task, keys, upstream, named)
 
 

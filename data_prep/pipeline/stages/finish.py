@@ -191,8 +191,8 @@ def split_warning(plan: Plan, manifest: Manifest) -> str:
     size, number = result["largest"]
     part = size / max(1, result["bytes"])
     asked, (documents, tokens) = plan.config.validation, held_out(manifest)
-    off = asked > 0 and not asked / MOST_OFF <= tokens <= asked * MOST_OFF
-    if not off and part <= LARGE:
+    off = not asked / MOST_OFF <= tokens <= asked * MOST_OFF
+    if not asked or (not off and part <= LARGE):
         return ""
     return (
         f"validation {asked:g}: {documents:.1%} of the documents and {tokens:.1%} of the tokens "
