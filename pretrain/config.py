@@ -185,16 +185,6 @@ class Logging(Keys):
     WANDB_MODE=offline.
     """
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_before(cls, values: Any) -> Any:
-        """Read the switch `tensorboard`, which runs of earlier versions have in their config."""
-        if isinstance(values, dict) and isinstance(values.get("tensorboard"), bool):
-            values = {**values}
-            if values.pop("tensorboard"):
-                values.setdefault("trackers", ["tensorboard"])
-        return values
-
 
 COMPUTED_BY = ("hardware", "machine")  # of a run's config.json: what the run was computed by
 

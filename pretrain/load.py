@@ -33,12 +33,9 @@ from pretrain.model.word_vectors import check_vectors
 from pretrain.monitor.metrics import Progress
 from pretrain.plan import num_steps
 from pretrain.run_folder import (
-    CORRECTIONS,
-    DRAWN,
     another_run,
     no_checkpoint,
     recipe_changes,
-    refuse_outdated,
     shortened,
 )
 from pretrain.state import FIELDS, TrainState
@@ -401,18 +398,12 @@ def check_same_run(
     # A sealed file of this format has all keys, unless another program wrote it.
     if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
-    refuse_outdated(saved.folder, saved.state, branches=bool(may_change))
     changes = recipe_changes(saved.state, config, may_change)
     if saved.state["shards"] != manifest.digest:
         changes.append(f"the shards in {config.shards} are other ones")
     before_sha256 = (saved.state["teacher"] or {}).get("sha256")
     if teacher is not None and before_sha256 not in (None, teacher.sha256):
         changes.append(f"the teacher {teacher.name} has other weights")
-        # An earlier version drew the word embeddings of such a teacher, if it had no LM head.
-        if teacher.model.config.model_type in DRAWN and CORRECTIONS[0] not in saved.state.get(
-            "corrections", []
-        ):
-            changes[-1] += " (an earlier version loaded random word embeddings for it)"
     changes += examples.changes(saved.state)
     if changes and may_change:
         raise RunError(

@@ -29,7 +29,6 @@ from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
 from pretrain.monitor.spikes import SpikeDetector
 from pretrain.plan import num_steps
-from pretrain.run_folder import CORRECTIONS
 from pretrain.state import TrainState
 from pretrain.tasks.task import Measure
 
@@ -255,7 +254,6 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
         "before_decay": run.before_decay,
         **({"weights_only": True} if weights_only else {}),
         "notes": run.notes,
-        "corrections": CORRECTIONS,
         "config": config.model_dump(mode="json"),
         "micro_batch": run.micro_batch,
         "shaping": config.shaping(),

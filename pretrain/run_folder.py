@@ -6,7 +6,6 @@ Nothing here imports torch, so that a mistake is answered at once.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -27,10 +26,6 @@ MEASURED = "evaluation.json"  # what `distil evaluate` keeps of a run's newest c
 RESULT = "result.json"  # what a run of a sweep keeps in place of its checkpoints
 VECTORS = "vectors.safetensors"  # in the output, where `vectors` names no other file
 _LONGEST_CONFIG = 2**20  # bytes
-# Defects of earlier versions that changed what a run computes. A checkpoint lists those that the
-# version which began its run did not have.
-CORRECTIONS = ("embeddings of bodies", "word borders")
-DRAWN = ("xlm-roberta", "camembert")  # lost the word embeddings of a model without an LM head
 # Files that exist before the first step: locks, a launch's logs, hidden files, the user's YAML.
 _BEGUN = re.compile(
     r"\..*|.*\.ya?ml|logs|pretrain\..*lock|exit_status\.json"
@@ -85,7 +80,6 @@ def check_output(config: RunConfig) -> None:
     # included; here it takes no imports.
     if (found := sealed_state(output)) is not None:
         checkpoint, state = found
-        refuse_outdated(checkpoint, state)
         auto = ["train.precision"] if config.train.precision == "auto" else []
         if changes := recipe_changes(state, config, auto):
             raise another_run(checkpoint, changes)
@@ -293,39 +287,6 @@ def teacher_of_runs(models: Sequence[str]) -> tuple[str | None, bool]:
         )
     same = any(config.teacher_vocabulary == "same" for config in found)
     return (teachers[0] if teachers else None), same
-
-
-def refuse_outdated(checkpoint: Path, state: Mapping[str, Any], *, branches: bool = False) -> None:
-    """Refuse to continue a run that a defect of an earlier version has changed.
-
-    A finished run stays as it is, unless another one `branches` from it.
-
-    Raises:
-        RunError: names the defect.
-    """
-    if not branches and state.get("step", 0) >= state.get("num_steps", math.inf):
-        return
-    corrected, again = state.get("corrections", []), "set a different `output:` to start it again"
-    if branches:
-        again = "take a run of this version, or start a new run with student.init"
-    try:
-        config = RunConfig.model_validate(state["config"])
-        student = parse_object((checkpoint / "student" / "config.json").read_bytes())
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # reported where the checkpoint is read
-    headless = not config.objective.needs_logits or any(
-        "a new one" in n for n in state.get("notes", [])
-    )
-    if student.get("model_type") in DRAWN and headless and CORRECTIONS[0] not in corrected:
-        raise RunError(
-            f"{checkpoint}: an earlier version loaded a {student['model_type']} without an LM head "
-            f"with random word embeddings, so this run may have begun from them; {again}"
-        )
-    if config.masking.mode in ("whole_word", "span") and CORRECTIONS[1] not in corrected:
-        raise RunError(
-            f"{checkpoint}: an earlier version found the borders of words differently for "
-            f"masking.mode {config.masking.mode}, so later steps would mask other tokens; {again}"
-        )
 
 
 def another_run(folder: Path, changes: Sequence[str]) -> RunError:

@@ -1,6 +1,5 @@
 """Check that shipped configs load, and that a mistake is one line with file, key and fix."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from data_prep.config import CorpusConfig
 from launch.config import ConfigError, load_config
 from launch.recipe_config import Recipe
 from pretrain.config import RunConfig
-from pretrain.run_folder import recorded
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 RUN = {"output": "o", "shards": "s", "teacher": "t"}
@@ -223,17 +221,3 @@ def test_a_remote_folder_is_refused_with_the_copy_command(
     with pytest.raises(ConfigError, match=f"{key}: .*{re.escape(copy)}") as refused:
         load(tmp_path, RUN, f"{key}={url}")
     assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize(("before", "now"), [(True, ("tensorboard",)), (False, ())])
-def test_runs_of_earlier_versions_can_be_read(
-    tmp_path: Path, before: bool, now: tuple[str, ...]
-) -> None:
-    """Their config.json has keys that are no more."""
-    config = load(tmp_path, RUN)
-    values = config.model_dump(mode="json") | {"hardware": {"device": "CPU"}}
-    values["logging"] = {"every": 7, "tensorboard": before}
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    found = recorded(tmp_path / "run")
-    assert found is not None and (found.logging.every, found.logging.trackers) == (7, now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import CONFIGS, build, every_family
-from support.runs import RECIPE, edit_state, history, refused, start, step_folder
+from support.runs import RECIPE, refused, start, step_folder
 from support.said import Said
 from support.tiny import save_teacher
 from torch import Tensor
@@ -230,25 +229,6 @@ def test_an_unfinished_run_as_a_teacher_is_noted(
     third = {**second, "output": str(tmp_path / "third"), "student": {"num_layers": 1}}
     start(third, progress=said)
     assert not any("unfinished run" in line for line in said.lines)
-
-
-def test_an_unfinished_run_that_began_from_drawn_embeddings_is_refused(
-    tmp_path: Path, run_config: Settings
-) -> None:
-    """Take the mark of this version out of a checkpoint: it may be older than the fix."""
-    save_teacher(tmp_path / "teacher", built("xlm-roberta"))
-    objective = {"name": "minilm", "version": 1}
-    same = {"student": {"num_layers": 2, "architecture": "same"}}
-    settings = RECIPE | same | {"objective": objective}
-    values = run_config(tmp_path / "run", tmp_path / "teacher", **settings)
-    start(values, stop_after=2)
-    kept = tmp_path / "kept"
-    shutil.copytree(tmp_path / "run", kept)
-    edit_state(step_folder(values["output"], 2), lambda state: state.pop("corrections"))
-    with refused("xlm-roberta", "random word embeddings", "start"):
-        start(values)
-    assert len([e for e in history(values["output"]) if e["kind"] == "train"]) == 2
-    start({**values, "output": str(kept)})
 
 
 def test_every_family_of_the_tests_is_here() -> None:

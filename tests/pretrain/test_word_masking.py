@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from support.masks import CLS, MASK, PAD, SEP, SPECIAL, UNIFORM, V, mask, ordinary, selected
-from support.runs import RECIPE, edit_state, history, refused, start, step_folder
+from support.runs import history, refused, start, step_folder
 from support.said import Said
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
@@ -295,29 +295,6 @@ def test_a_script_without_spaces_is_noted_on_screen_and_card(
         card = (tmp_path / f"{mode}-export" / "README.md").read_text(encoding="utf-8")
         notes[mode] = ["script without spaces" in text for text in ("\n".join(said.lines), card)]
     assert notes == {"uniform": [False, False], "whole_word": [True, True]}
-
-
-def test_an_unfinished_run_of_other_borders_is_refused(
-    tmp_path: Path, teacher_folder: Path, run_config: Callable[..., Any]
-) -> None:
-    for mode in ("uniform", "span"):
-        values = run_config(tmp_path / mode, teacher_folder, **RECIPE | {"masking": {"mode": mode}})
-        start(values, stop_after=2)
-        edit_state(step_folder(values["output"], 2), lambda state: state.pop("corrections"))
-        if mode == "uniform":
-            assert start(values).ended == "finished"
-            continue
-        with refused("found the borders of words differently for masking.mode span"):
-            start(values)
-        # A finished one stays as it is, but is not continued by another run.
-        whole = {**values, "output": str(tmp_path / "whole")}
-        start(whole)
-        edit_state(step_folder(whole["output"], 4), lambda state: state.pop("corrections"))
-        assert start(whole).ended == "up to date"
-        longer = {**whole, "output": str(tmp_path / "on"), "resume_from": whole["output"]}
-        longer["train"] = whole["train"] | {"max_steps": 6}
-        with refused("masking.mode span", "start a new run with student.init"):
-            start(longer)
 
 
 def test_the_words_of_wordpiece_are_read_from_the_shards(corpus: Path, manifest: Manifest) -> None:
