@@ -19,7 +19,7 @@ from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import Split
 from pretrain import RunError
 from pretrain.monitor.figures import RESAMPLES, Figure, interval
-from pretrain.run_folder import recorded
+from pretrain.run_folder import recorded, sealed_state
 from pretrain.scores import Measured, load_for_task, measure, metric_of
 from pretrain.tasks.labelled import LabelledRows
 from pretrain.tasks.prediction import predict
@@ -61,8 +61,14 @@ def score_runs(
             task = config.shards.name
             if shards.setdefault(task, config.shards) != config.shards:
                 raise RunError(f"{run}: its shards {config.shards} are not {shards[task]}")
+            manifest, sealed = load_manifest(config.shards), sealed_state(Path(run))
+            if sealed is not None and sealed[1].get("shards") != manifest.digest:
+                raise RunError(
+                    f"{run}: was not trained on the shards that {config.shards} holds now; train "
+                    "it again"
+                )
             measured = measure(run, open_shards(config.shards, split))
-            metric = metric_of(load_manifest(config.shards))
+            metric = metric_of(manifest)
             score = measured.score(metric)
             of_task = found.setdefault(model, {}).setdefault(task, [])
             if any(one.seed == config.train.seed for one in of_task):
@@ -116,7 +122,9 @@ def differences(table: Table, baseline: str) -> dict[str, Figure]:
         if model != baseline and both:
             draw = np.random.default_rng(0)
             drawn = [_gap(both, draw) for _ in range(RESAMPLES)]
-            found[model] = interval(_gap(both, None), drawn)
+            # One seed of each says nothing of what other seeds would give.
+            alone = any(len(runs) < 2 for pair in both for runs in pair)
+            found[model] = interval(_gap(both, None), [np.nan] if alone else drawn)
     return found
 
 
@@ -140,7 +148,7 @@ def _gap(
 def sign(difference: Figure) -> str:
     """Return what the interval of a difference says of its sign."""
     if difference.low is None or difference.high is None:
-        return ""
+        return "one seed"
     if difference.low > 0:
         return "ahead"
     return "behind" if difference.high < 0 else "not resolved"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from data_prep.shards import load_manifest, open_shards
 from pretrain import RunError
+from pretrain.contracts.batch import IGNORE
 from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vectors_of
 from pretrain.encoders import FEWEST_PAIRS, pearson, scored_pairs, unit, validation_texts
@@ -181,7 +182,11 @@ class TaskQuality(Quality):
             return score, pearson(logits[:, 0].astype(float), known[:, 0].astype(float))
         if self.rows.kind == "question_answering":  # the tokens of a row compete
             return score, float((logits.argmax(1) == known.argmax(1)).mean())
-        return score, float((logits.argmax(-1) == known.argmax(-1)).mean())
+        same = logits.argmax(-1) == known.argmax(-1)
+        if self.rows.kind == "token_classification":  # of words, and not of padding
+            words = self.rows.columns["tags"][self.places[some], : same.shape[1]] != IGNORE
+            same = same[words]
+        return score, float(same.mean())
 
     def _some(self) -> NDArray[np.int64]:
         whole = self.rows.kind == "question_answering"

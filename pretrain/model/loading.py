@@ -116,6 +116,12 @@ def assemble(
         RunError: they do not give a whole encoder, or with `needs_head` no trained MLM head; the
             message begins with `who`.
     """
+    for prefix in ("_orig_mod.", "module."):
+        if wrapped := next((name for name in tensors if name.startswith(prefix)), None):
+            raise RunError(
+                f"{who}: its weights are those of a wrapped model ({wrapped}): save the model "
+                f"inside, or remove {prefix!r} from the names"
+            )
     for name, tensor in tensors.items():
         # Quantised weights, cast without their scale, would be another model.
         if tensor.dtype not in FLOATS and not name.endswith("position_ids"):

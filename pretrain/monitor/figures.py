@@ -51,9 +51,11 @@ class Figure(NamedTuple):
 
 
 def share(value: float, count: float) -> Figure:
-    """Return a share of `count` independent items with the interval of the normal distribution."""
-    half = 1.96 * math.sqrt(max(value * (1 - value), 0.0) / max(count, 1.0))
-    return Figure(value, max(value - half, 0.0), min(value + half, 1.0))
+    """Return a share of `count` independent items with its interval (Wilson 1927)."""
+    more = 1.96**2 / max(count, 1.0)
+    middle = (value + more / 2) / (1 + more)
+    half = math.sqrt(max(value * (1 - value), 0.0) * more + more**2 / 4) / (1 + more)
+    return Figure(value, min(middle - half, value), max(middle + half, value))
 
 
 def resamples(size: int) -> Iterator[NDArray[np.int64]]:

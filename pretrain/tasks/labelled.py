@@ -258,9 +258,12 @@ def check_kind(shards: Path, manifest: Manifest, name: str, kinds: Sequence[str]
 def check_labels(who: str, labels: Sequence[str], names: Sequence[str]) -> None:
     """Refuse classes that are not the shards' `names` in their order; RunError has both."""
     if names and tuple(labels) != tuple(names):
+        fix = "prepare the shards with task.labels in its order"
+        if list(labels) == [f"LABEL_{i}" for i in range(len(labels))]:  # as transformers fills in
+            fix = "its config.json names no classes: write its own into id2label and label2id"
         raise RunError(
             f"{who}: its labels are {', '.join(labels)}, those of the shards {', '.join(names)}; "
-            "prepare the shards with task.labels in its order"
+            f"{fix}"
         )
 
 

@@ -183,6 +183,11 @@ def test_tensors_that_no_layer_takes_are_refused_or_named(
     save_file(tensors | extra, file, metadata={"format": "pt"})
     with refused("do not fit its config.json", next(iter(extra))):
         load_model(tmp_path)
+    for wrapped in ("_orig_mod.", "module."):  # of torch.compile, and of DDP
+        renamed = {f"{wrapped}{name}": tensor for name, tensor in tensors.items()}
+        save_file(renamed, file, metadata={"format": "pt"})
+        with refused("those of a wrapped model", f"remove '{wrapped}' from the names"):
+            load_model(tmp_path)
     # A head of a task is not used here, and that is said.
     save_file(tensors | {"qa_outputs.weight": torch.ones(2, width)}, file, {"format": "pt"})
     load_model(tmp_path)

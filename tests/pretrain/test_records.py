@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import binomtest
 from support.runs import RECIPE, start
 
 from pretrain.lm_heads import evaluate_heads
@@ -74,9 +75,13 @@ def test_a_record_file_of_another_kind_is_refused_before_measuring(
 
 
 def test_a_share_of_nothing_and_of_all_has_no_impossible_interval() -> None:
-    assert share(1.0, 10) == (1.0, 1.0, 1.0) and share(0.5, 0) == (0.5, 0.0, 1.0)
-    low, high = share(0.2, 400)[1:]  # by hand: 1.96 sqrt(0.16 / 400) = 0.0392
-    assert (low, high) == (pytest.approx(0.1608), pytest.approx(0.2392))
+    for right, count in ((10, 10), (0, 10), (80, 400), (39, 40)):
+        wilson = binomtest(right, count).proportion_ci(0.95, "wilson")
+        found = share(right / count, count)
+        assert found == pytest.approx((right / count, wilson.low, wilson.high), abs=1e-4)
+        assert 0 <= found[1] <= found[0] <= found[2] <= 1
+    low, high = share(0.5, 0)[1:]
+    assert low < 0.12 and high > 0.88
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from seqeval.metrics import f1_score as seqeval_f1
+from sklearn.metrics import f1_score
 from torchmetrics.functional.text.squad import squad
 
-from pretrain.monitor.figures import Figure
+from pretrain.monitor.figures import Figure, share
 from pretrain.scores import Measured, figures, retention
 from pretrain.suite import Scored, differences, sign
 from pretrain.tasks.classification.class_metrics import of_classes, of_scores
@@ -34,8 +35,8 @@ def test_a_constant_guess_has_the_value_of_the_definition(num: int) -> None:
     found = of_classes(labels, np.ones(4, dtype=np.int64), num)
     assert found["accuracy"] == 0.75 and found["mcc"] == 0.0
     assert found["f1"] == pytest.approx(
-        6 / 7 if num == 2 else 6 / 7 / 2
-    )  # a third class does not occur
+        6 / 7 if num == 2 else 6 / 7 / 3
+    )  # two classes are never guessed
     nothing = of_classes(labels, np.zeros(4, dtype=np.int64), 2)
     assert nothing["f1"] == 0.0
 
@@ -71,7 +72,9 @@ def test_entities_are_those_of_seqeval(kinds: list[str], prefixes: str) -> None:
 
 def test_figures_of_absent_classes_and_of_models_that_diverged() -> None:
     labels = np.array([0, 0, 2])
-    assert of_classes(labels, labels, 3)["f1"] == 1.0
+    # Of the classes that are declared one does not occur.
+    f1 = f1_score(labels, labels, labels=[0, 1, 2], average="macro", zero_division=0)
+    assert of_classes(labels, labels, 3)["f1"] == pytest.approx(f1) == pytest.approx(2 / 3)
     for bad in (np.nan, np.inf):
         found = of_scores(np.array([bad, 1.0, 2.0]), np.array([0.0, 1.0, 2.0]))
         assert found == {"pearson": 0.0, "spearman": 0.0}
@@ -209,7 +212,10 @@ def test_a_difference_is_that_of_paired_examples_and_of_seeds() -> None:
     base = (draw.random(1500) < 0.80).astype(np.int64)
     flipped = draw.random(1500) < 0.10  # correlated with the baseline, as models are
     ours = np.where(flipped, 1, base)
-    table = {"base": {"t": runs_of(base)}, "ours": {"t": runs_of(ours), "other": runs_of(base)}}
+    table = {
+        "base": {"t": runs_of(base, base)},
+        "ours": {"t": runs_of(ours, ours), "other": runs_of(base)},
+    }
     [(name, found)] = differences(table, "base").items()
     gaps = ours - base
     half = 1.96 * gaps.std() / 1500**0.5
@@ -224,3 +230,21 @@ def test_a_difference_is_that_of_paired_examples_and_of_seeds() -> None:
     assert found.value == pytest.approx((low.mean() + high.mean()) / 2 - base.mean())
     assert found.low is not None and found.low < -0.05 and sign(found) == "not resolved"
     assert sign(Figure(-0.1, -0.2, -0.05)) == "behind"
+    # One seed of a model, or of the baseline, has no sign.
+    for one, other in (("base", "ours"), ("ours", "base")):
+        alone = {one: {"t": runs_of(base)}, other: {"t": runs_of(ours, ours)}}
+        found = differences(alone, "base")["ours"]
+        assert (found.low, found.high, sign(found)) == (None, None, "one seed")
+
+
+def test_an_interval_of_few_examples_holds_the_true_score() -> None:
+    """Draw sets of 40 examples of which 98 % are right; a bootstrap holds it in half of them."""
+    draw, held = np.random.default_rng(1), []
+    for _ in range(1000):
+        _, low, high = share((draw.random(40) < 0.98).mean(), 40)
+        held.append(low <= 0.98 <= high)
+    assert np.mean(held) > 0.93
+    (run,) = runs_of((np.arange(40) > 0).astype(np.int64))
+    found = figures(run.measured, "accuracy")
+    assert found["score"] == found["accuracy"] == share(39 / 40, 40)
+    assert found["mcc"].low is not None and found["mcc"] != found["accuracy"]

@@ -42,6 +42,7 @@ from pretrain.model_config import Student
 from pretrain.objectives.finetune import labels_term, loss_of_labels
 from pretrain.objectives.kd import soft_term
 from pretrain.scores import evaluate_tasks
+from pretrain.suite import score_runs
 from pretrain.tasks import labelled_task
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, logits_by, task_head_of
 from pretrain.tasks.prediction import predict
@@ -415,6 +416,10 @@ def test_what_does_not_fit_is_refused_before_training(tmp_path: Path, corpus: Pa
     distilled = {"objective": {"name": "kd"}, "student": {"architecture": "same", "init": [0, 1]}}
     with runs.refused("its labels are c, b, a, those of the shards a, b, c"):
         runs.start(run_of(tmp_path, kind, teacher=str(tmp_path / "other"), **distilled))
+    labels = {i: f"LABEL_{i}" for i in range(3)}
+    task_data.save_model(tmp_path / "nameless", "bert", kind, id2label=labels)
+    with runs.refused("its config.json names no classes: write its own into id2label"):
+        runs.start(run_of(tmp_path, kind, teacher=str(tmp_path / "nameless"), **distilled))
     with runs.refused("no head for SequenceClassification"):
         runs.start(run_of(tmp_path, kind, teacher=str(tmp_path / "tagger"), **distilled))
     labels_only = distilled | {"objective": {"name": "kd", "soft": 0.0, "hard": 1.0}}
@@ -532,6 +537,20 @@ def test_weights_only_are_a_third_of_a_checkpoint_and_are_not_continued(tmp_path
         more = {"resume_from": values["output"], "output": str(tmp_path / "more")}
         runs.start({**values, **more, "train": {**values["train"], "max_steps": 9}})
     export(Path(values["output"]), tmp_path / "exported", print)
+
+
+def test_a_run_is_scored_on_the_shards_that_it_was_trained_on(tmp_path: Path) -> None:
+    shards, run = task_data.make(tmp_path, "regression"), str(tmp_path / "run")
+    task_data.save_model(tmp_path / "model", "bert", "regression")
+    model, steps = no_dropout(tmp_path / "model"), {"max_steps": 2}
+    runs.start(run_of(tmp_path, "regression", model=model, train=steps))
+    found = score_runs({"a": [run]}, "validation", print)
+    assert list(found["a"]) == [shards.name]
+    shutil.rmtree(shards)
+    data = task_data.write_data(tmp_path, "regression", seed=5)
+    task_data.make(tmp_path, "regression", train=str(data))
+    with runs.refused(f"{run}: was not trained on the shards that {shards} holds now"):
+        score_runs({"a": [run]}, "validation", print)
 
 
 @pytest.mark.parametrize(("family", "kind"), PAIRS)
@@ -670,6 +689,16 @@ def test_onnx_files_of_heads_answer_as_pytorch(tmp_path: Path, kind: str, family
         if wanted_logits.shape[:2] == mask.shape:
             mine, wanted_logits = mine[mask], wanted_logits[mask]
         np.testing.assert_allclose(mine, wanted_logits, atol=1e-4, rtol=1e-4)
+    if kind == "token_classification":  # int8 and fp32 agree on words; padding does not count
+        int8 = onnxruntime.InferenceSession(folder / "onnx" / "model_quantized.onnx")
+        rows = LabelledRows(open_shards(shards, "validation"))
+        ids = rows.shards.rows(np.arange(len(rows.ids))).astype(np.int64)
+        fed = {"input_ids": ids, "attention_mask": (ids != rows.special.pad).astype(np.int64)}
+        one, other = (s.run(["logits"], fed)[0].argmax(-1) for s in (session, int8))
+        same = (one == other)[rows.columns["tags"] != -100].mean()
+        known = json.loads((folder / "onnx" / "export.json").read_bytes())
+        (entry,) = [f for name, f in known["files"].items() if "quantized" in name]
+        assert entry["agreement"] == pytest.approx(same)
     if kind == "classification":
         other_tasks_are_refused(tmp_path, folder, shards)
 

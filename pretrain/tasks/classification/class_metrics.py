@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 def of_classes(labels: NDArray[np.int64], chosen: NDArray[np.int64], num: int) -> dict[str, float]:
     """Return accuracy, F1 and Matthews' correlation of the labels that were chosen [R].
 
-    F1 is that of the second class where there are two, else the mean over the classes that occur.
+    F1 is that of the second class where there are two, else the mean over all classes.
     """
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
@@ -29,7 +29,7 @@ def of_classes(labels: NDArray[np.int64], chosen: NDArray[np.int64], num: int) -
         f1 = f1_score(
             labels,
             chosen,
-            labels=[1] if binary else None,
+            labels=[1] if binary else range(num),
             average="macro",
             zero_division=0,
         )
