@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
+import threading
 import traceback
 from inspect import cleandoc
 from typing import Annotated, NoReturn
@@ -29,7 +31,7 @@ from launch.commands.report import report
 from launch.commands.vectors import vectors
 from launch.commands.verify import verify
 from pretrain import __version__
-from pretrain.environment import HEARTBEATS
+from pretrain.environment import ENDS_WITH_STDIN, HEARTBEATS
 from pretrain.exit_codes import ExitCode
 
 app = typer.Typer(
@@ -84,6 +86,8 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if os.environ.pop(ENDS_WITH_STDIN, None):
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         app()
     except SystemExit as stop:
@@ -100,6 +104,13 @@ def main() -> None:
         if code in (ExitCode.MISTAKE, ExitCode.NOT_FINITE):
             complain(f"error: {text}")
         end(code)
+
+
+def _end_with_stdin() -> None:
+    """Stop this process, which saves, once the one that started it has ended."""
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end(code: int) -> NoReturn:

@@ -5,6 +5,7 @@ import gc
 import hashlib
 import locale
 import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -108,6 +109,9 @@ def _forked_workers() -> None:
     from support.ranks import FORKS
 
     from data_prep.pipeline import processes
+
+    # Sockets lie there, and their paths have 107 bytes: a test may set a longer TMPDIR.
+    multiprocessing.util.get_temp_dir()
 
     class Forking:
         get_context = staticmethod(lambda method: FORKS)

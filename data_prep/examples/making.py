@@ -54,7 +54,7 @@ def make_examples(config: ExamplesConfig, warn: Callable[[str], None]) -> tuple[
     content = _content(config)
     folder = config.output
     if (folder / MANIFEST).exists():
-        return _finished(folder, content, tokens), True
+        return _finished(config, content, tokens), True
     folder.mkdir(parents=True, exist_ok=True)
     if odd := sorted(e.name for e in folder.iterdir() if e.name != ".work"):
         raise CorpusError(
@@ -131,12 +131,14 @@ def _digest(path: Path) -> str:
     return parts[0][1] if not path.is_dir() else hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _finished(folder: Path, content: dict[str, Any], tokens: Tokens) -> Manifest:
+def _finished(config: ExamplesConfig, content: dict[str, Any], tokens: Tokens) -> Manifest:
+    folder = config.output
     manifest = load_manifest(folder)
     there = dict(manifest.content.get(EXAMPLES, {}))
     there.pop("labels", None)
     wanted = {**content, "tokenizer": tokens.record().fingerprint}
     there["tokenizer"] = manifest.tokenizer.fingerprint
+    wanted["licence"], there["licence"] = config.licence, manifest.sources[0].licence
     if differing := sorted(k for k in wanted.keys() | there if wanted.get(k) != there.get(k)):
         what = {"sha256": "other files", "behaviour": "another version of this program"}
         raise CorpusError(

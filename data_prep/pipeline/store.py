@@ -9,7 +9,6 @@ what it wrote.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from data_prep import CorpusError
 from data_prep.disk import hash_file, write_file
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.disk.locks import Identity, is_alive, parse_identity, this_process
+from data_prep.disk.temporary import held, remove_left
 from data_prep.messages import one_line
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, run_unit
 from data_prep.pipeline.watchdog import noted_elsewhere
@@ -257,7 +257,7 @@ class StoredStage:
         """Give a task the machine's copy of a file; fetch it if there is none, or a damaged one."""
         copy, target = common / needed.record.sha256, scratch / needed.place / needed.record.file
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(common / f"{copy.name}.lock", wait=True):
+        with held(common / f"{copy.name}.lock", wait=True):
             if copy.exists() and hash_file(copy) == (needed.record.sha256, needed.record.bytes):
                 _linked(copy, target)
                 return
@@ -288,36 +288,19 @@ def _scratch(url: str, stage: str) -> Iterator[tuple[Path, Path]]:
     home /= canonical_sha256([url])[:16]
     common = home / stage
     with ExitStack() as stack:
-        with _locked(home, wait=True):
+        with held(home, wait=True):
             for left in home.iterdir():
                 if left != common:
                     # A task that uses it lives, or has just ended.
-                    with suppress(OSError), _locked(left, make=False):
-                        shutil.rmtree(left, ignore_errors=True)
+                    remove_left(left)
             common.mkdir(exist_ok=True)
-            stack.enter_context(_locked(common, shared=True))
+            stack.enter_context(held(common, shared=True))
             scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=home))
-            stack.enter_context(_locked(scratch))
+            stack.enter_context(held(scratch))
         try:
             yield scratch, common
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _locked(
-    folder: Path, *, wait: bool = False, make: bool = True, shared: bool = False
-) -> Iterator[None]:
-    """Lock a folder of this machine. A dead process holds none."""
-    if make:
-        folder.mkdir(exist_ok=True)
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        fcntl.flock(opened, kind | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(opened)
 
 
 def moved(value: Any, old: Path, new: Path) -> Any:

@@ -28,7 +28,7 @@ from launch.stages.train import Train
 from launch.torchrun.hardware import cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.environment import LOGS
+from pretrain.environment import ENDS_WITH_STDIN, LOGS
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.plan import Sizes
@@ -320,8 +320,8 @@ class Sweep(Stage):
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "launch", *command],
-                env={**os.environ, **place, LOGS: str(log.parent)},
-                stdin=subprocess.DEVNULL,
+                env={**os.environ, **place, LOGS: str(log.parent), ENDS_WITH_STDIN: "1"},
+                stdin=subprocess.PIPE,  # closed when this process ends, however it does
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # a terminal's Ctrl-C comes here, and is passed on

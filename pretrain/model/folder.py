@@ -6,9 +6,11 @@ checkpoints have their own writer, in pretrain/checkpoint.
 
 from __future__ import annotations
 
+import glob
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from data_prep.disk import hash_file
+from data_prep.disk.temporary import held, remove_left
 from data_prep.messages import warn
 from pretrain import RunError
 from pretrain.checkpoint import Saved, read_newest
@@ -192,11 +195,16 @@ def write_model(
         OSError: the disk is full or read-only.
     """
     target = folder.resolve()
+    for left in target.parent.glob(f".tmp-{glob.escape(target.name)}-{'[0-9a-f]' * 8}"):
+        remove_left(left)  # of a killed call
     # A unique name: another process may be writing to the same folder.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
+    lock = ExitStack()
     try:
         with writing_to(folder):
             temporary.mkdir(parents=True)
+            with suppress(OSError):  # a file system without such locks
+                lock.enter_context(held(temporary))
             for name, data in tokenizer.items():
                 (temporary / name).write_bytes(data)
             model.save_pretrained(temporary)
@@ -223,6 +231,7 @@ def write_model(
             raise taken(folder, other) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        lock.close()
     return difference, False
 
 

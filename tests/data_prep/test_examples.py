@@ -218,8 +218,9 @@ def test_up_to_date_is_only_what_would_be_made_again(tmp_path: Path) -> None:
     first, before = make_examples(settings, lambda text: None)
     again, there = make_examples(settings, lambda text: None)
     assert (before, there) == (False, True) and first.digest == again.digest
-    with pytest.raises(CorpusError, match="another max_length"):
-        make_examples(config(tmp_path, "a.csv", max_length=8), lambda text: None)
+    for changed in ({"max_length": 8}, {"licence": "mit"}):
+        with pytest.raises(CorpusError, match=f"another {next(iter(changed))}"):
+            make_examples(config(tmp_path, "a.csv", **changed), lambda text: None)
     write(tmp_path, "a.csv", "text,label\ngood,0\nbad,1\n")
     with pytest.raises(CorpusError, match="shards of other files"):
         make_examples(settings, lambda text: None)

@@ -283,6 +283,28 @@ def test_an_interrupted_sweep_continues_to_the_same_figures(
         assert last_figures(f"again-seed{seed}") == expected[f"teacher-seed{seed}"]
 
 
+def test_runs_of_a_killed_sweep_end_and_the_same_command_continues(
+    distil: Distil, recipe: dict[str, Any]
+) -> None:
+    del recipe["runs"][1]
+    recipe["runs"][0] |= {"keep_weights": False, "at_once": 2, "train": {"max_steps": 80}}
+    argv = ("-m", "launch", "recipe", write(recipe))
+    with warm.Process(*argv, stdout=subprocess.DEVNULL) as process:
+        logs = [Path(f"teacher-seed{seed}/metrics.jsonl") for seed in (0, 1)]
+        started = lambda: all(log.exists() and log.stat().st_size for log in logs)  # noqa: E731
+        wait_until(started, lambda: "no step was made", alive=lambda: process.poll() is None)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=600) == -signal.SIGKILL
+    saved = lambda: len([*Path().glob("teacher-*/checkpoints/step-*/manifest.json")]) == 2  # noqa: E731
+    wait_until(saved, lambda: "the runs go on")
+    states = [
+        json.loads(path.read_bytes()) for path in Path().glob("teacher-*/checkpoints/*/state.json")
+    ]
+    assert all(0 < state["step"] < 80 for state in states)
+    wait_until(lambda: distil("recipe", "recipe.yaml").code == 0, lambda: "they stay locked")
+    assert {last_figures(f"teacher-seed{seed}")["step"] for seed in (0, 1)} == {80}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,7 +1,9 @@
 """Check the export: the model that `transformers` loads, the card, and refusals."""
 
 import copy
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import (
 )
 
 import pretrain.model.folder as folder_module
+from data_prep.disk.temporary import held
 from pretrain import RunError, checkpoint
 from pretrain.export.arguments import check_repository, hub_token
 from pretrain.export.card import model_card
@@ -207,6 +210,28 @@ def test_of_two_exports_to_one_folder_the_first_to_finish_stays(
     assert type(AutoModelForMaskedLM.from_pretrained(target)) is DistilBertForMaskedLM
     assert mine.read_text(encoding="utf-8") == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-exported", "exported"]
+
+
+def test_what_a_killed_export_left_is_removed(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = os.fork()
+    if not pid:
+        die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        monkeypatch.setattr(folder_module, "compare_files", die)
+        export(finished, tmp_path / "exported", print)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-exported-") and (left / "model.safetensors").exists()
+    others = [".tmp-exported", ".tmp-exported-mine", ".tmp-exported-2-01234567"]
+    living = tmp_path / ".tmp-exported-01234567"
+    for other in others:
+        (tmp_path / other).mkdir()
+    with held(living):
+        export(finished, tmp_path / "exported", print)
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == sorted([*others, living.name, "exported"])
 
 
 def test_a_push_without_a_network_is_one_line_and_can_be_repeated(
