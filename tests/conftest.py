@@ -1,6 +1,5 @@
 """Run all tests with one thread per process: tiny models gain nothing from more."""
 
-import atexit
 import gc
 import hashlib
 import locale
@@ -53,7 +52,8 @@ if "TMPDIR" not in os.environ and MEMORY.is_dir() and os.access(MEMORY, os.W_OK)
 REAL_HOME = os.environ.get("DISTIL_TEST_REAL_HOME", os.environ.get("HOME", ""))
 if "DISTIL_TEST_SESSION" not in os.environ:
     session = tempfile.mkdtemp(prefix="distil-tests-")
-    atexit.register(shutil.rmtree, session, ignore_errors=True)
+    # After multiprocessing has removed its own folder there.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (session, True), exitpriority=-200)
     os.environ |= {"DISTIL_TEST_SESSION": session, "DISTIL_TEST_REAL_HOME": REAL_HOME}
 SESSION = Path(os.environ["DISTIL_TEST_SESSION"])
 if SESSION.parent == MEMORY:  # what libraries leave there goes with the session
