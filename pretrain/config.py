@@ -316,6 +316,11 @@ class RunConfig(Keys):
         }
         return {key: name for key, name in models.items() if name is not None}
 
+    @property
+    def answers(self) -> Path | None:
+        """Return the file of the teacher's vectors or logits, where one is named."""
+        return self.vectors or getattr(self.task, "logits", None)
+
     def with_train(self, **changes: Any) -> RunConfig:
         """Return this configuration with other values in its section `train`."""
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})

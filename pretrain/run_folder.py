@@ -65,8 +65,9 @@ def check_output(config: RunConfig) -> None:
             raise RunError(
                 f"output {output} {problem}, which the run only reads; set another `output:`"
             )
-    if config.vectors is not None:
-        check_vectors_path(config.vectors, output, inputs)
+    if config.answers is not None:
+        key = "task.logits" if config.vectors is None else "vectors"
+        check_answers_path(key, config.answers, output, inputs)
     if not output.exists():
         return
     if not output.is_dir():
@@ -98,27 +99,29 @@ def check_output(config: RunConfig) -> None:
         )
 
 
-def check_vectors_path(vectors: Path, output: Path, inputs: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a file of vectors in the place of something else; nothing is opened.
+def check_answers_path(
+    key: str, path: Path, output: Path, inputs: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse a file of vectors or logits in the place of something else; nothing is opened.
 
     Raises:
         RunError: it is not a regular file, is a file of the run, or lies in a folder that the run
             only reads.
     """
-    for place in (vectors, Path(f"{vectors}.partial"), Path(f"{vectors}.progress")):
+    for place in (path, Path(f"{path}.partial"), Path(f"{path}.progress")):
         if place.exists() and not place.is_file():
-            raise RunError(f"vectors {vectors}: {place} is not a regular file; name a file")
-    there, inside = Path(os.path.realpath(vectors)), Path(os.path.realpath(output))
+            raise RunError(f"{key} {path}: {place} is not a regular file; name a file")
+    there, inside = Path(os.path.realpath(path)), Path(os.path.realpath(output))
     if there.is_relative_to(inside) and there != inside / VECTORS:
         raise RunError(
-            f"vectors {vectors}: lies in output {output}, whose files the run writes; name a file "
+            f"{key} {path}: lies in output {output}, whose files the run writes; name a file "
             "outside of it"
         )
-    for key, names in inputs.items():
+    for other, names in inputs.items():
         for name in names:
             if there.is_relative_to(os.path.realpath(name)):
                 raise RunError(
-                    f"vectors {vectors}: lies in {key} {name}, which the run only reads; name a "
+                    f"{key} {path}: lies in {other} {name}, which the run only reads; name a "
                     "file outside of it"
                 )
 

@@ -82,9 +82,11 @@ def vectors(
     if not manifest.has_texts:
         raise RunError(f"{shards}: keeps no texts; prepare the corpus with keep_text: true")
     target = output or shards.with_name(f"{shards.name}.vectors.safetensors")
-    from pretrain.run_folder import check_vectors_path
+    from pretrain.run_folder import check_answers_path
 
-    check_vectors_path(texts or target, target.parent / "no run", {"shards": [str(shards)]})
+    check_answers_path(
+        "vectors", texts or target, target.parent / "no run", {"shards": [str(shards)]}
+    )
     splits: dict[str, Segments] = {
         name: Segments(open_shards(shards, name)) for name in manifest.splits
     }

@@ -186,7 +186,7 @@ class Sweep(Stage):
         changes = recipe_changes(result["state"], config, auto)
         if result["state"]["shards"] != load_manifest(config.shards).digest:
             changes.append(f"the shards in {config.shards} are other ones")
-        now = _inputs(run) | _vectors(config)
+        now = _inputs(run) | _answers(config)
         changes += [f"{key} is another one" for key in now if now[key] != result["inputs"].get(key)]
         if changes:
             raise another_run(config.output, changes)
@@ -293,11 +293,11 @@ class Sweep(Stage):
         return codes | dict.fromkeys(waiting, ExitCode.REQUEUE)
 
     def _next(self, waiting: Sequence[str], running: Mapping[str, object]) -> str | None:
-        """Return a run that can start: no other one is writing its file of vectors."""
-        busy = {self.runs[label].config.vectors for label in running}
+        """Return a run that can start: no other one is writing its file of a teacher's answers."""
+        busy = {self.runs[label].config.answers for label in running}
         for label in waiting:
-            vectors = self.runs[label].config.vectors
-            if vectors is None or vectors.exists() or vectors not in busy:
+            answers = self.runs[label].config.answers
+            if answers is None or answers.exists() or answers not in busy:
                 return label
         return None
 
@@ -335,7 +335,7 @@ class Sweep(Stage):
         if code == ExitCode.DONE and sealed is not None:
             # Only what this sweep has trained loses its weights.
             if not (self.config.keep_weights or child.had_weights):
-                kept = {"state": sealed[1], "inputs": child.inputs | _vectors(config)}
+                kept = {"state": sealed[1], "inputs": child.inputs | _answers(config)}
                 replace_json(config.output / RESULT, kept | {"sha256": canonical_sha256(kept)})
                 shutil.rmtree(config.output / "checkpoints")
             ended = "up to date" if child.had_weights else "finished"
@@ -359,10 +359,10 @@ def _inputs(run: Train) -> dict[str, str]:
     return {key: digest(name) or str(fetch(key, name)[1]) for key, name in names.items()}
 
 
-def _vectors(config: RunConfig) -> dict[str, str]:
-    """Return the digest of a run's file of vectors, which it may have written itself."""
-    file = config.vectors
-    return {"vectors": hash_file(file)[0]} if file is not None and file.is_file() else {}
+def _answers(config: RunConfig) -> dict[str, str]:
+    """Return the digest of a run's file of a teacher's answers; it may have written it itself."""
+    file, key = config.answers, "task.logits" if config.vectors is None else "vectors"
+    return {key: hash_file(file)[0]} if file is not None and file.is_file() else {}
 
 
 def num_parameters(sizes: Sizes, config: RunConfig) -> int:

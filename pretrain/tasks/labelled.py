@@ -40,6 +40,7 @@ from pretrain.model.task_head import (
 )
 from pretrain.model.teacher import Teacher
 from pretrain.model.tokenizer_files import tells_pairs
+from pretrain.tasks.answers import map_answers
 from pretrain.tasks.task import Examples
 from pretrain.tasks.transfer import Transfer
 
@@ -93,10 +94,8 @@ class LabelledRows(Examples):
 
     def _teacher_logits(self, numbers: Any) -> Any:
         if self._mapped is None:  # written at the start of a run, after this object was made
-            from pretrain.tasks.prediction import map_logits
-
             assert self.logits is not None
-            self._mapped = map_logits(self.logits, self.shards.split)
+            self._mapped = map_answers(self.logits, self.shards.split)
         return self._mapped[numbers]
 
     def rows(self, ids: Any, epochs: Any, numbers: Any, step: int = 0, skipped: Any = None) -> Rows:

@@ -10,7 +10,6 @@ Shapes: R rows, L row length, C classes.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -20,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from torch import Tensor
 
-from data_prep.disk import sync
+from data_prep.disk import sync, write_file
 from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.contracts.batch import PLACES, apart
@@ -33,12 +31,13 @@ from pretrain.files import writing_to
 from pretrain.model.distillation import TYPES
 from pretrain.model.families import MaskedLM, encode
 from pretrain.model.task_head import TaskHead
+from pretrain.tasks.answers import data_sha256, map_answers, read_answers
 
 if TYPE_CHECKING:
     from pretrain.tasks.labelled import LabelledRows
 
 ROWS = 32  # at a time
-CODE = "1"  # raised when the same teacher and rows would give other logits
+CODE = "2"  # raised when the same teacher and rows would give other logits, or another file
 _AGAIN = "remove it, or name another file in `task.logits`, which is then written"
 
 
@@ -126,16 +125,15 @@ def write_logits(
         tensors[name] = predict(model, head, rows, device)
     manifest = next(iter(splits.values())).shards.manifest
     known = {"shards": manifest.digest, "teacher": teacher, "code": CODE}
-    known["sha256"] = _sha256(tensors)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        with writing_to(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, metadata=known)
-            os.replace(temporary, path)
-            sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    data = save(tensors, metadata={**known, "sha256": "0" * 64})
+    body = memoryview(data)[8 + int.from_bytes(data[:8], "little") :]
+    data = save(tensors, metadata={**known, "sha256": hashlib.sha256(body).hexdigest()})
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")  # of this process alone
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(temporary, lambda file: file.write(data))
+        os.replace(temporary, path)
+        sync(path.parent)
     check_logits(path, manifest, teacher)
 
 
@@ -145,38 +143,22 @@ def check_logits(path: Path, manifest: Manifest, teacher: str | None) -> str:
     Raises:
         RunError: it cannot be read, or is of other shards or another teacher, or damaged.
     """
-    try:
-        with safe_open(path, framework="numpy") as file:
-            known = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise RunError(f"{path}: is no file of logits ({error}); {_AGAIN}") from None
-    if known.get("shards") != manifest.digest:
-        raise RunError(f"{path}: holds logits of other shards; {_AGAIN}")
-    if teacher is not None and known.get("teacher") != teacher:
-        raise RunError(f"{path}: holds logits of another teacher; {_AGAIN}")
+    known, shapes = read_answers(path, "logits", manifest, teacher, _AGAIN)
     if known.get("code") != CODE:
         raise RunError(f"{path}: another version of this program wrote it; {_AGAIN}")
-    rows = {name: split.rows for name, split in manifest.splits.items()}
-    if rows != {name: len(tensor) for name, tensor in tensors.items()}:
-        raise RunError(f"{path}: its rows are not those of the shards; {_AGAIN}")
-    if known.get("sha256") != _sha256(tensors):
+    by_token = {"token_classification", "question_answering"}
+    width = {"regression": 1, "question_answering": 2}.get(manifest.kind, len(manifest.labels))
+    for split, sizes in manifest.splits.items():
+        length = [manifest.row_length] if manifest.kind in by_token else []
+        wanted = ("F32", [sizes.rows, *length, width])
+        if shapes.get(split) != wanted:
+            dtype, shape = shapes.get(split, ("nothing", []))
+            raise RunError(
+                f"{path}: tensor {split} is {shape} of {dtype}, and must be {wanted[1]} of F32; "
+                f"{_AGAIN}"
+            )
+        if not np.isfinite(map_answers(path, split)).all():
+            raise RunError(f"{path}: logits of {split} are not finite; {_AGAIN}")
+    if known.get("sha256") != data_sha256(path):
         raise RunError(f"{path}: is damaged: its checksum differs; {_AGAIN}")
     return str(known["teacher"])
-
-
-def map_logits(path: Path, split: str) -> NDArray[np.float32]:
-    """Return a split's logits, mapped; `check_logits` has checked the file."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        entry: dict[str, Any] = json.loads(file.read(size))[split]
-    begin = 8 + size + entry["data_offsets"][0]
-    return np.memmap(path, dtype=np.float32, mode="r", offset=begin, shape=tuple(entry["shape"]))
-
-
-def _sha256(tensors: Mapping[str, NDArray[np.float32]]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.shape}".encode())
-        digest.update(np.ascontiguousarray(tensor).tobytes())
-    return digest.hexdigest()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from scipy import stats
-from support import warm
+from support import task_data, warm
 from support.processes import in_a_process, wait_until
 
 from data_prep.disk import lock
@@ -281,6 +281,23 @@ def test_an_interrupted_sweep_continues_to_the_same_figures(
     assert code == 0 and "2 of 2 runs to train" in out
     for seed in (0, 1):
         assert last_figures(f"again-seed{seed}") == expected[f"teacher-seed{seed}"]
+
+
+def test_a_file_of_logits_that_was_replaced_is_no_finished_sweep(
+    distil: Distil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task_data.make(tmp_path, "classification")
+    task_data.save_model(tmp_path / "model", "bert", "classification")
+    run = task_data.run_of(tmp_path, "classification", teacher=str(tmp_path / "model"))
+    run |= {"objective": {"name": "kd"}, "student": {"architecture": "same", "init": [0]}}
+    run["task"] |= {"logits": str(tmp_path / "logits.safetensors")}
+    run |= {"sweep": {"train.seed": [0]}, "train": {**run["train"], "max_steps": 2}}
+    assert distil("recipe", write({"runs": [run]})).code == 0
+    assert "0 of 1 runs to train" in distil("recipe", "recipe.yaml").out
+    (tmp_path / "logits.safetensors").write_bytes(b"x" * 37)
+    code, out, err = distil("recipe", "recipe.yaml")
+    assert code == 2 and "task.logits is another one" in err, out + err
 
 
 def test_runs_of_a_killed_sweep_end_and_the_same_command_continues(

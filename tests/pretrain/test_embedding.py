@@ -47,6 +47,7 @@ from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.student import build_student
 from pretrain.model_config import Student
 from pretrain.objectives.embedding import Embedding
+from pretrain.tasks.answers import map_answers
 from pretrain.tasks.embedding.documents import Documents
 from pretrain.tasks.embedding.examples import vectors_by, with_documents
 from pretrain.tasks.embedding.modules import write_modules
@@ -54,7 +55,6 @@ from pretrain.tasks.embedding.vectors import (
     CODE,
     Metadata,
     check_vectors,
-    map_vectors,
     read_record,
     write_vectors,
 )
@@ -424,7 +424,7 @@ def test_writing_goes_on_after_a_kill(texts: Path, tmp_path: Path) -> None:
     segments = Segments(open_shards(texts))
     found = segments.texts(0, len(segments))
     assert 0 < len(made) < sum(text is not None for text in found)
-    vectors = map_vectors(killed, "train")
+    vectors = map_answers(killed, "train")
     for vector, text in zip(vectors, found, strict=True):
         assert vector.tolist() == (numbered([text])[0].tolist() if text else [0.0] * 8)
     assert read_record(killed, manifest, "one")[1] == 8

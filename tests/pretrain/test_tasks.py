@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,8 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from support import rank_work, ranks, runs, task_data, warm
 from support.families import build
@@ -400,6 +403,45 @@ def test_kept_logits_train_as_the_teacher_does(tmp_path: Path, kind: str) -> Non
 
 
 # Refusals
+
+
+def test_a_file_of_logits_is_none_of_another_kind(tmp_path: Path) -> None:
+    """Name files that are something else, or have other types, shapes or values."""
+    kind = "classification"
+    shards = task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", "bert", kind)
+    student = {"dropout": 0.0, "attention_dropout": 0.0, "architecture": "same", "init": [0]}
+    base = run_of(tmp_path, kind, teacher=str(tmp_path / "model"), student=student)
+    base |= {"objective": {"name": "kd"}, "train": {**base["train"], "max_steps": 1}}
+
+    def refused_with(file: Path, *parts: str) -> None:
+        task = {**base["task"], "logits": str(file)}
+        with runs.refused(*parts):
+            runs.start({**base, "task": task, "output": str(tmp_path / "other")})
+
+    file, fifo = tmp_path / "kept.safetensors", tmp_path / "fifo"
+    os.umask(mask := os.umask(0o022))
+    runs.start({**base, "task": {**base["task"], "logits": str(file)}})
+    assert file.stat().st_mode & 0o777 == 0o666 & ~mask
+    os.mkfifo(fifo)
+    refused_with(fifo, "is not a regular file")
+    assert fifo.is_fifo()
+    refused_with(shards / "logits.safetensors", "lies in shards", "which the run only reads")
+    refused_with(tmp_path / "other" / "config.json", "lies in output", "name a file outside of it")
+    with safe_open(file, framework="numpy") as known:
+        metadata, good = known.metadata(), {name: known.get_tensor(name) for name in known.keys()}  # noqa: SIM118
+    faults: list[tuple[Any, str]] = [
+        (good["train"].astype(np.float16), "of F16, and must be [96, 3] of F32"),
+        (np.pad(good["train"], ((0, 0), (0, 1))), "is [96, 4] of F32, and must be [96, 3]"),
+        (good["train"][1:], "is [95, 3] of F32, and must be [96, 3]"),
+        (np.where(np.arange(96)[:, None] == 7, np.nan, good["train"]), "train are not finite"),
+        (good["train"] + np.float32(1), "is damaged: its checksum differs"),
+    ]
+    for values, message in faults:
+        save_file({**good, "train": values}, file, metadata=metadata)
+        refused_with(file, str(file), message)
+    file.write_bytes(b"x" * 37)
+    refused_with(file, str(file), "is not a safetensors file")
 
 
 def test_what_does_not_fit_is_refused_before_training(tmp_path: Path, corpus: Path) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from data_prep.shards import Segments, ShardSet
 from pretrain.contracts.batch import Rows
-from pretrain.tasks.embedding.vectors import map_vectors
+from pretrain.tasks.answers import map_answers
 
 
 class Documents:
@@ -83,7 +83,7 @@ class Documents:
         # Read in the worker, so that training does not wait for the disk.
         if self.path is not None:
             if self._vectors is None:
-                self._vectors = map_vectors(self.path, self.shards.split)
+                self._vectors = map_answers(self.path, self.shards.split)
             values = np.zeros((num_rows, num_places, self._vectors.shape[1]), dtype=np.float16)
             values[row_of_S[whole_S], place_S[whole_S]] = self._vectors[found.numbers[whole_S]]
             result["vectors"] = torch.from_numpy(values)

@@ -23,12 +23,12 @@ from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder
 from pretrain.model.teacher import Teacher
 from pretrain.run_folder import VECTORS
+from pretrain.tasks.answers import data_sha256
 from pretrain.tasks.embedding.documents import Documents
 from pretrain.tasks.embedding.vectors import (
     CODE,
     Metadata,
     check_vectors,
-    data_sha256,
     read_record,
     write_vectors,
 )

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from data_prep.disk import lock, sync
 from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import Manifest, Segments
 from pretrain import RunError
 from pretrain.files import replace_json, writing_to
+from pretrain.tasks.answers import data_sha256, map_answers, read_answers
 
 # Raised when the same teacher and texts would give other vectors. 2: word embeddings of an
 # XLM-RoBERTa or CamemBERT without an LM head, which were random.
@@ -63,26 +63,8 @@ def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Me
     Raises:
         RunError: it cannot be read, or is of other shards or another teacher.
     """
-    try:
-        with safe_open(path, framework="numpy") as file:
-            known = {
-                key: v for key, v in (file.metadata() or {}).items() if key in Metadata._fields
-            }
-            shapes = {}
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                shapes[name] = (part.get_dtype(), part.get_shape())
-    except (SafetensorError, OSError) as error:
-        raise RunError(
-            f"vectors {path}: is not a safetensors file ({error}); name a file that is not there "
-            "yet, or convert this one: tensors train and validation [segments, width] in F16"
-        ) from None
-    if known.get("shards") != manifest.digest:
-        raise RunError(f"{path}: holds vectors of other shards; {_AGAIN}")
-    # Another program may name no teacher; then nothing can be compared.
-    record = Metadata(**known)
-    if teacher is not None and record.teacher not in ("", teacher):
-        raise RunError(f"{path}: holds vectors of another teacher; {_AGAIN}")
+    known, shapes = read_answers(path, "vectors", manifest, teacher, _AGAIN)
+    record = Metadata(**{key: v for key, v in known.items() if key in Metadata._fields})
     if record.teacher and record.code != CODE:
         raise RunError(
             f"{path}: an earlier version of this program wrote it, which could load other weights "
@@ -103,16 +85,6 @@ def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Me
     return record, int(widths.pop())
 
 
-def map_vectors(path: Path, split: str) -> NDArray[np.float16]:
-    """Return a split's vectors [segments, width], mapped; `read_record` has checked the file."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(size))[split]
-    begin = 8 + size + entry["data_offsets"][0]
-    shape = tuple(entry["shape"])
-    return np.memmap(path, dtype=np.float16, mode="r", offset=begin, shape=shape)
-
-
 def check_vectors(path: Path, record: Metadata, splits: Mapping[str, Segments]) -> None:
     """Compare a file with its checksum, if it has one, and look at every vector that is read.
 
@@ -122,7 +94,7 @@ def check_vectors(path: Path, record: Metadata, splits: Mapping[str, Segments]) 
     if record.sha256 and data_sha256(path) != record.sha256:
         raise RunError(f"{path}: differs from its checksum; {_AGAIN}")
     for split, segments in splits.items():
-        vectors = map_vectors(path, split)
+        vectors = map_answers(path, split)
         whole = segments.of_rows(np.arange(len(segments.shards)))
         numbers = np.sort(whole.numbers[whole.whole])
         for begin in range(0, len(numbers), SEGMENTS):
@@ -306,13 +278,3 @@ def _header(record: Metadata, splits: Mapping[str, int], width: int) -> bytes:
     text = json.dumps(values).encode()
     text += b" " * (-len(text) % 8)  # aligned, as the format asks
     return len(text).to_bytes(8, "little") + text
-
-
-def data_sha256(path: Path) -> str:
-    """Return the sha256 of what follows the header."""
-    whole = hashlib.sha256()
-    with path.open("rb") as file:
-        file.seek(8 + int.from_bytes(file.read(8), "little"))
-        while block := file.read(1 << 20):
-            whole.update(block)
-    return whole.hexdigest()
