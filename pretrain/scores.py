@@ -227,7 +227,12 @@ def load_for_task(
     def read(loaded: Loaded) -> tuple[MaskedLM, TaskHead]:
         manifest = shards.manifest
         check_tokenizer(
-            name, loaded.folder, loaded.model, manifest, shards.folder, required=not same_vocabulary
+            name,
+            loaded.folder,
+            loaded.model.config,
+            manifest,
+            shards.folder,
+            required=not same_vocabulary,
         )
         head = task_head_of(name, loaded, OUTPUTS[rows.kind])
         check_labels(name, head.labels, manifest.labels)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.filesize import decimal
 
 from data_prep.messages import duration
+from data_prep.shards import load_manifest
+from data_prep.shards.manifest import MANIFEST
 from launch.stages.stage import Made, real
 from launch.torchrun.hardware import Device, cores, hardware
 from pretrain import RunError
@@ -18,6 +20,7 @@ from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.device.fitting import largest, sizes
 from pretrain.device.precision import check_precision
 from pretrain.plan import Plan, Planned, Sizes, plan
+from pretrain.run_folder import sealed_state
 
 if TYPE_CHECKING:
     from launch.torchrun.start import Launch
@@ -101,11 +104,37 @@ def run_lines(config: RunConfig, asked: Launch | None, *, tokens: float | None =
     Raises:
         RunError, CorpusError: see `assumed`, `plan` and `step_lines`.
     """
+    compare_models(config, {})
     made, lines = assumed(config, tokens, {})
     found = plan(config, made, needs_shards=False)
     about, least = step_lines(config, found, asked)
     costs = cost_lines([Cost(found.flop, found.disk, least)], asked)
     return [*lines, *found.lines, *about, *costs]
+
+
+def compare_models(config: RunConfig, made: Made) -> None:
+    """Refuse models of other tokenizers, or a teacher without the task's head, by their files.
+
+    A hub's models, and those that an earlier stage makes, are compared when the run starts.
+    """
+    if real(config.shards) in made or not (config.shards / MANIFEST).exists():
+        return
+    from pretrain.deploy.heads import check_fit
+    from pretrain.tasks.labelled import OUTPUTS, config_of_head
+
+    manifest = load_manifest(config.shards)
+    for key, name in config.sources().items():
+        folder, state, who = Path(name), None, f"{key} {name}"
+        if (sealed := sealed_state(folder)) is not None:
+            folder, state = sealed[0] / "student", sealed[1]
+        if real(name) in made or not (folder / "config.json").is_file():
+            continue
+        of_run = key == "teacher"
+        if not of_run or config.model is None:  # else its tokenizer may be any
+            same = of_run and config.teacher_vocabulary == "same"
+            check_fit(who, folder, manifest, shards=config.shards, required=not same)
+        if of_run and config.task.has_head and config.objective.soft_labels:
+            config_of_head(who, folder, state, OUTPUTS[manifest.kind])
 
 
 def assumed(

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from launch.commands import quiet
 from launch.console import RUN_LOG, Training, show
 from launch.stage_keys import TrainKeys
-from launch.stages.estimate import assumed, on_hardware, step_lines
+from launch.stages.estimate import assumed, compare_models, on_hardware, step_lines
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.exit_codes import ExitCode
@@ -54,6 +54,7 @@ class Train(Stage):
         self.flop, self.disk = found.flop, found.disk
         lines = [*about, *found.lines]
         if dry_run:
+            compare_models(config, made)
             more, self.least = step_lines(on_hardware(config, how.launch), found, how.launch)
             lines += more
         return {real(config.output): found.student}, lines

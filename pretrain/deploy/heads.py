@@ -20,7 +20,7 @@ from pretrain.deploy.session import LOGITS, Session, batches
 from pretrain.model.folder import read_model
 from pretrain.model.loading import check_row_length, known_family
 from pretrain.model.model_files import read_config
-from pretrain.model.teacher import check_vocabulary
+from pretrain.model.teacher import check_tokenizer
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.mlm.examples import MaskedRows, evaluation_masking
 
@@ -36,19 +36,27 @@ class Masked(NamedTuple):
     labels: NDArray[np.int64]  # the original ids there
 
 
-def check_fit(who: str, folder: Path, manifest: Manifest, *, required: bool = True) -> None:
-    """Refuse a model whose vocabulary or positions are not those of shards.
+def check_fit(
+    who: str,
+    folder: Path,
+    manifest: Manifest,
+    *,
+    shards: Path | None = None,
+    required: bool = True,
+) -> None:
+    """Refuse a model whose vocabulary or positions are not those of shards; no weights are read.
 
     Args:
         who: the beginning of the message.
         folder: of the model.
         manifest: of the shards.
+        shards: their folder, to compare the two tokenizers on a text.
         required: refuse a folder without tokenizer files.
     """
     raw = read_config(who, folder)
     family = known_family(who, raw)
     config = family.completed(family.config.from_dict(raw))
-    check_vocabulary(who, folder, config, manifest, required=required)
+    check_tokenizer(who, folder, config, manifest, shards, required=required)
     check_row_length(who, config, manifest)
 
 

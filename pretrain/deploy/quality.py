@@ -112,12 +112,7 @@ class VectorQuality(Quality):
             texts = [first[i] for i in places] + [second[i] for i in places]
             scores, self.name = scores[places], "Pearson's correlation"
         else:
-            texts = validation_texts(data, ROWS)
-            if len(texts) < FEWEST_PAIRS:
-                raise RunError(
-                    f"{data}: {len(texts)} of its validation documents are whole, and "
-                    f"{FEWEST_PAIRS} are needed; give a table of pairs with --data"
-                )
+            texts = check_texts(data)
             self.name = "correlation of similarities with fp32"
         self.scores = scores
         self.count = f"{len(texts):,} documents" if scores is None else f"{len(scores):,} pairs"
@@ -194,6 +189,17 @@ class TaskQuality(Quality):
 
     def _score(self, logits: Any, places: NDArray[np.int64]) -> float:
         return measured_by(self.rows, logits, places).score(self.name)
+
+
+def check_texts(data: Path) -> list[str]:
+    """Return the texts that a sentence encoder is measured on; RunError if they are too few."""
+    texts = scored_pairs(data)[0] if data.is_file() else validation_texts(data, ROWS)
+    if not data.is_file() and len(texts) < FEWEST_PAIRS:
+        raise RunError(
+            f"{data}: {len(texts)} of its validation documents are whole, and {FEWEST_PAIRS} are "
+            "needed; give a table of pairs with --data"
+        )
+    return texts
 
 
 def quality_of(source: Path, folder: Path, data: Path, *, has_logits: bool) -> Quality:

@@ -22,7 +22,7 @@ from pretrain import RunError
 from pretrain.bench.machine import hardware
 from pretrain.deploy.asked import Onnx
 from pretrain.deploy.graph import Graph, compare, load_graph, to_fp16, write_graph
-from pretrain.deploy.quality import ROWS, quality_of
+from pretrain.deploy.quality import ROWS, check_texts, quality_of
 from pretrain.deploy.quantise import search
 from pretrain.deploy.session import ENDS, LOGITS, Session, pad_id, reads_types, text_length
 from pretrain.encoders import example_texts, read_pairs, validation_texts
@@ -93,6 +93,8 @@ def write_onnx(
     else:
         (folder / "onnx").mkdir()
         graph = load_graph(folder)
+        if wanted.int8 and wanted.data is not None and not graph.has_logits:
+            check_texts(wanted.data)  # before minutes of work
         files = _make(graph, folder, wanted, say)
         # The last output is the vector, where there is one.
         record = {"inputs": inputs, "output": graph.outputs[-1], "files": files}

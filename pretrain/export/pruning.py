@@ -147,7 +147,7 @@ def calibration(
 
     def read(loaded: Loaded) -> tuple[Calibration, dict[str, bytes]]:
         model: Any = loaded.model.eval().requires_grad_(False)
-        check_tokenizer(name, loaded.folder, model, manifest, shards.folder)
+        check_tokenizer(name, loaded.folder, model.config, manifest, shards.folder)
         check_row_length(name, model.config, manifest)
         family = family_of(model)
         length, types = family.row_length(model.config), family.has_types(model.config)

@@ -208,7 +208,7 @@ def build_model(
     init, who = config.init, f"model.init {config.init}"
 
     def read(loaded: Loaded) -> MaskedLM:
-        check_tokenizer(who, loaded.folder, loaded.model, manifest, shards)
+        check_tokenizer(who, loaded.folder, loaded.model.config, manifest, shards)
         notes.append(f"the model began from {described(init, loaded)}")
         if needs_head and not loaded.has_head:
             notes.append(NEW_HEAD)
@@ -256,5 +256,5 @@ def _continued(
             )
     if teacher.manifest is not None:
         who = f"student.init {init}"
-        check_tokenizer(who, loaded.folder, model, teacher.manifest, teacher.shards)
+        check_tokenizer(who, loaded.folder, model.config, teacher.manifest, teacher.shards)
     return model.train()

@@ -90,7 +90,7 @@ def load_teacher(
         model, folder, saved, mismatch = loaded.model, loaded.folder, loaded.saved, ""
         try:
             required = shards is not None and not same_vocabulary
-            check_tokenizer(who, folder, model, manifest, shards, required=required)
+            check_tokenizer(who, folder, model.config, manifest, shards, required=required)
             check_row_length(who, model.config, manifest)
         except (DifferentTokenizer, TooFewPositions) as error:
             if not any_vocabulary and sentences:
@@ -126,7 +126,7 @@ def load_teacher(
 def check_tokenizer(
     who: str,
     folder: Path,
-    model: MaskedLM,
+    config: Any,
     manifest: Manifest,
     shards: Path | None,
     *,
@@ -137,7 +137,7 @@ def check_tokenizer(
     Args:
         who: the beginning of a message.
         folder: of the model.
-        model: as it was loaded from there.
+        config: of the model.
         manifest: of the shards.
         shards: their folder; None compares vocabularies only.
         required: refuse a folder without tokenizer files, and compare whole texts, too.
@@ -148,7 +148,7 @@ def check_tokenizer(
     """
     # First the vocabulary, then whole texts: the same tokens may still be cut differently (case,
     # accents).
-    check_vocabulary(who, folder, model.config, manifest, required=required)
+    check_vocabulary(who, folder, config, manifest, required=required)
     if required and shards is not None:
         try:
             found = difference(folder, shards, manifest)

@@ -56,8 +56,9 @@ def augmented(
     manifest, seconds = rows.shards.manifest, rows.columns["second"]
 
     def read(loaded: Loaded) -> Any:
-        check_tokenizer(f"words {model}", loaded.folder, loaded.model, manifest, shards)
-        check_row_length(f"words {model}", loaded.model.config, manifest)
+        config = loaded.model.config
+        check_tokenizer(f"words {model}", loaded.folder, config, manifest, shards)
+        check_row_length(f"words {model}", config, manifest)
         return loaded.model.eval()
 
     words = Words(shards, manifest, read_model(model, read, who=f"words {model}"))

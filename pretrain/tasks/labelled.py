@@ -277,7 +277,7 @@ def load_task_head(who: str, name: str, output: Output) -> TaskHead:
 
 def task_head_of(who: str, loaded: Loaded, output: Output) -> TaskHead:
     """Return the trained head of a loaded model; RunError if it has none."""
-    raw = _config_of_head(who, loaded, output)
+    raw = config_of_head(who, loaded.folder, loaded.saved and loaded.saved.state, output)
     return read_task_head(who, raw, _own_tensors(who, loaded), loaded.model, output)
 
 
@@ -290,13 +290,18 @@ def own_head(who: str, loaded: Loaded) -> TaskHead | None:
     return None if output is None else task_head_of(who, loaded, output)
 
 
-def _config_of_head(who: str, loaded: Loaded, output: Output) -> dict[str, Any]:
-    """Return what a config.json says of a model's head; RunError if it is of another task."""
-    if loaded.saved is None:
-        raw = read_config(who, loaded.folder)
+def config_of_head(
+    who: str, folder: Path, state: Mapping[str, Any] | None, output: Output
+) -> dict[str, Any]:
+    """Return what a config.json says of a model's head; RunError if it is of another task.
+
+    A run's checkpoint says it in its `state`.
+    """
+    if state is None:
+        raw = read_config(who, folder)
         check_head(who, raw, output)
         return raw
-    labels = loaded.saved.state.get("labels")
+    labels = state.get("labels")
     if labels is None or labels["output"] != output:
         raise RunError(f"{who}: is a run of another task, without a head for this one")
     return {"id2label": dict(enumerate(labels["names"]))}
@@ -345,7 +350,8 @@ def first_weights(config: RunConfig, student: MaskedLM, head: TaskHead) -> list[
 def _same_classes(who: str, loaded: Loaded, head: TaskHead) -> bool:
     """Return whether a model's head predicts the same; RunError for a different order."""
     try:
-        names = labels_of(_config_of_head(who, loaded, head.output), head.output)
+        state = loaded.saved and loaded.saved.state
+        names = labels_of(config_of_head(who, loaded.folder, state, head.output), head.output)
     except RunError:  # of another task
         return False
     if all(name == f"LABEL_{i}" for i, name in enumerate(names)):  # nobody named them

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 from rich.filesize import decimal
+from support import task_data
 from support.processes import ROOT
+from support.tiny import save_teacher
 
 from launch.config import load_config
 from pretrain.bench.budget import Budget
@@ -269,3 +271,40 @@ def test_the_memory_of_a_plan_is_that_of_its_own_run(distil: Distil, paper: str)
         assert shown == decimal(counted.micro_step(4, held=True)), (sizes, hardware, keys)
         seen.add(shown)
     assert len(seen) == len(changes)
+
+
+def test_a_dry_run_refuses_the_models_that_the_run_refuses(
+    distil: Distil, run: Path, tmp_path: Path
+) -> None:
+    """Compare its message with the run's: other tokens, other cuts of a text, no head of a task."""
+    assert distil("pretrain", run).code == 0
+    values = yaml.safe_load(run.read_text(encoding="utf-8"))
+    distilled = {key: values[key] for key in ("shards", "train", "evaluation")}
+    distilled |= {"output": str(tmp_path / "student"), "student": {"num_layers": 1}}
+    task_data.save_model(tmp_path / "tagger", "bert", "token_classification")
+    save_teacher(tmp_path / "words")
+    export_of = distil("export", tmp_path / "out", tmp_path / "cased")
+    assert export_of.code == 0, export_of.err
+    tokenizer = tmp_path / "cased" / "tokenizer.json"
+    text = tokenizer.read_text(encoding="utf-8")
+    tokenizer.write_text(text.replace('"lowercase": true', '"lowercase": false'), encoding="utf-8")
+    task_data.make(tmp_path, "classification")
+    task = task_data.run_of(tmp_path, "classification", objective={"name": "kd"})
+    task |= {"student": {"architecture": "same", "init": [0]}}
+    for config, teacher, message in (
+        (distilled, "words", "its vocabulary has"),
+        (distilled, "cased", "its tokenizer is not that of the shards"),
+        (task, "tagger", "which has no head for SequenceClassification"),
+    ):
+        file = tmp_path / "config.yaml"
+        entry = {**config, "teacher": str(tmp_path / teacher)}
+        file.write_text(yaml.safe_dump(entry), encoding="utf-8")
+        shown = [distil("pretrain", file, *options) for options in (["--dry-run"], [])]
+        assert [one.code for one in shown] == [2, 2] and message in shown[0].err, (message, shown)
+        assert shown[0].err.splitlines()[-1] == shown[1].err.splitlines()[-1]
+        file.write_text(yaml.safe_dump({"runs": [entry]}), encoding="utf-8")
+        code, _, err = distil("recipe", file, "--dry-run")
+        assert code == 2 and message in err, err
+    file.write_text(yaml.safe_dump({**distilled, "teacher": str(tmp_path / "out")}))
+    code, out, err = distil("pretrain", file, "--dry-run")
+    assert code == 0, out + err

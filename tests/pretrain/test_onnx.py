@@ -485,7 +485,10 @@ def test_answers_are_compared_over_tokens_and_tags_over_classes(
     other = known.copy()
     other[1, changed, 1] = 2.0
     quality: Any = object.__new__(TaskQuality)
-    quality.rows, quality.places = SimpleNamespace(kind=kind), np.arange(2)
+    tags = np.zeros((2, 9), dtype=np.int16)  # all are words, but for padding
+    tags[:, 7:] = -100
+    quality.rows = SimpleNamespace(kind=kind, columns={"tags": tags})
+    quality.places = np.arange(2)
     quality.in_fp32, quality._score = known, lambda *_: 0.5
     monkeypatch.setattr("pretrain.deploy.quality.logits_of_file", lambda *_: other)
     monkeypatch.setattr("pretrain.deploy.quality.Session", lambda file: file)
