@@ -65,12 +65,6 @@ def bench(
         float | None,
         typer.Option(help="After these --self-check times no further config; by default 8.", min=0),
     ] = None,
-    products: Annotated[
-        bool,
-        typer.Option(
-            "--products", help="Instead of a step, time a CPU's matrix products by both libraries."
-        ),
-    ] = False,
     documents: Annotated[
         bool, typer.Option("--documents", help="Also compare packed rows with padded documents.")
     ] = False,
@@ -102,8 +96,8 @@ def bench(
     code; "careful" computes logits only where a loss reads them, with the same matrix library as
     ours. On Linux all keep freed memory. `--self-check` tells whether this machine computes
     what it should: losses of every objective and family, compilation, a killed run, then the speed
-    of four shipped configs. It takes no other option but --minutes and --record, `--model` no other
-    but --card and --record, and `--products` none but --repeats and --record.
+    of four shipped configs. It takes no other option but --minutes and --record, and `--model` no
+    other but --card and --record.
 
     Example: distil bench shipped:minilm-6x384.yaml --synthetic --micro-batch 2
     """
@@ -112,11 +106,6 @@ def bench(
     from pretrain.config import RunConfig
 
     given = (config, *(overrides or ()), synthetic, micro_batch, precision, kl, json_file)
-    if products:
-        if any((*given, documents, compiled, self_check, minutes is not None, model, card)):
-            raise RunError("--products: takes --repeats and --record alone; leave out the others")
-        compare_products(repeats, record)
-        return
     if model or card:
         if any((*given, documents, compiled, self_check, minutes is not None)) or not model:
             raise RunError("--model: takes --card and --record alone; leave out the others")
@@ -231,41 +220,6 @@ def compare_models(models: Sequence[str], *, card: bool, record: Path | None) ->
         page.with_name(".README.md.tmp").rename(page)
         show(f"written: {page}")
     rows = [row(names[name], {k: Figure(v) for k, v in f.items()}) for name, f in found.items()]
-    append_record(record, None, rows)
-
-
-def compare_products(repeats: int, record: Path | None) -> None:
-    """Time products by both libraries, and say which choice of `train.products` is fastest."""
-    from pretrain import RunError
-    from pretrain.kernels.products import choose, row_of
-
-    check_record(record)
-    quiet()
-    import torch
-
-    from pretrain.bench.libraries import time_products, totals
-
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available():
-        raise RunError("--products: this torch has not both MKL and oneDNN to compare")
-    found = time_products(repeats)
-    print_table(
-        ("product", "MKL, GFLOP/s", "oneDNN, GFLOP/s", "MKL, ms a step", "oneDNN, ms a step"),
-        [
-            [kind, *(f"{both[n].speed:,.0f}" for n in both)]
-            + [f"{both[n].milliseconds:,.0f}" for n in both]
-            for kind, both in found.items()
-        ],
-    )
-    sums = totals(found)
-    show("products of a step: " + ", ".join(f"{name} {ms:,.0f} ms" for name, ms in sums.items()))
-    fastest = min(sums, key=lambda name: sums[name])
-    show(f"fastest: {fastest}; auto takes {choose()[0]} here; a row of the table is")
-    show(f"    {row_of()}: {fastest!r}")
-    rows = [
-        row(f"{kind}: {name}", {"GFLOP/s": t.speed, "milliseconds": t.milliseconds})
-        for kind, both in found.items()
-        for name, t in both.items()
-    ]
     append_record(record, None, rows)
 
 

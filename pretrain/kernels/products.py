@@ -2,8 +2,8 @@
 
 On x86 torch has two: MKL, which it takes for fp32, and oneDNN, which it takes for half precision.
 Which one is faster depends on the processor and on the kind of product. The choice needs no
-measurement at the start, so equal commands have equal bits: `distil bench --products` measures a
-row of the table. It is part of a run, as its precision is: a resumed run keeps it.
+measurement at the start, so equal commands have equal bits: `python -m benchmarks.products`
+measures a row of the table. It is part of a run, as its precision is: a resumed run keeps it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,19 @@
 """Time the products of a DistilBERT step by both libraries of a CPU, for the table of choices.
 
+    python -m benchmarks.products --repeats 9 [--record FILE]
+
+It says which choice of `train.products` is fastest.
+
 Shapes: N positions, D width in, E width out.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -15,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.kernels.cpu_layers import product
-from pretrain.kernels.products import ONEDNN, Kind
+from pretrain.kernels.products import ONEDNN, Kind, choose, row_of
+from pretrain.monitor.records import append_record, check_record, row
 
 _N, _HEAD_N, _V = 1024, 512, 30522
 _LAYER = ((768, 768),) * 4 + ((768, 3072), (3072, 768))  # (D, E) of a layer's products
@@ -80,3 +88,36 @@ def _calls(kind: Kind, rows: int, wide_in: int, wide_out: int) -> dict[str, Call
         by_onednn = lambda: product(g_NE.t(), x_ND.t(), None)  # noqa: E731
         return {"mkl": lambda: g_NE.t() @ x_ND, "onednn": by_onednn}
     return {"mkl": lambda: F.linear(x_ND, w_ED, b_E), "onednn": lambda: product(x_ND, w_ED, b_E)}
+
+
+def main() -> None:
+    """Print the table, the fastest choice and its row of the table of choices."""
+    parser = argparse.ArgumentParser(description="Compare MKL and oneDNN.")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--record", type=Path)
+    asked = parser.parse_args()
+    check_record(asked.record)
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available():
+        sys.exit("this torch has not both MKL and oneDNN to compare")
+    found = time_products(asked.repeats)
+    print("product            MKL, GFLOP/s  oneDNN, GFLOP/s  MKL, ms a step  oneDNN, ms a step")
+    for kind, both in found.items():
+        speeds, times = zip(
+            *((each.speed, each.milliseconds) for each in both.values()), strict=True
+        )
+        print(f"{kind:18}{speeds[0]:13,.0f}{speeds[1]:17,.0f}{times[0]:16,.0f}{times[1]:19,.0f}")
+    sums = totals(found)
+    print("products of a step: " + ", ".join(f"{name} {ms:,.0f} ms" for name, ms in sums.items()))
+    fastest = min(sums, key=lambda name: sums[name])
+    print(f"fastest: {fastest}; auto takes {choose()[0]} here; a row of the table is")
+    print(f"    {row_of()}: {fastest!r}")
+    rows = [
+        row(f"{kind}: {name}", {"GFLOP/s": t.speed, "milliseconds": t.milliseconds})
+        for kind, both in found.items()
+        for name, t in both.items()
+    ]
+    append_record(asked.record, None, rows)
+
+
+if __name__ == "__main__":
+    main()
