@@ -196,8 +196,15 @@ def test_the_list_of_commands_needs_no_large_package() -> None:
     assert not large & found
 
 
-def test_commands_run_in_new_processes(distil: Distil, run: Path) -> None:
-    """Start seven without what other tests have loaded; a forked process has it, too.
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("evaluate", "export", "recipe"),
+        pytest.param(("verify", "inspect", "report", "replay"), marks=pytest.mark.slow),
+    ],
+)
+def test_commands_run_in_new_processes(distil: Distil, run: Path, names: tuple[str, ...]) -> None:
+    """Start some without what other tests have loaded; a forked process has it, too.
 
     Tests of `prepare`, `pretrain`, `launch` and, among the slow ones, `doctor` do the same.
     """
@@ -222,6 +229,7 @@ def test_commands_run_in_new_processes(distil: Distil, run: Path) -> None:
             text=True,
         )
         for name, (arguments, _) in commands.items()
+        if name in names
     }
     for name, process in started.items():
         said, _ = process.communicate(timeout=600)

@@ -98,7 +98,7 @@ MISTAKES = [
         "run",
         f"objective.name=embedding {SAME} vectors=v.npy",
         "vectors v.npy: is not a safetensors file",
-        "name a file that is not there yet, or convert this one",
+        "name another file in `vectors:`, which is then written",
     ),
     ("corpus", "tokenizer={train: {normalization: NFC}}", "must be 'none', 'nfc' or 'nfkc'"),
     ("run", "output=", "output: must be a path"),

@@ -654,12 +654,9 @@ def test_types_of_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     runs.start(values)
     wanted = plain_losses(model, values, kind, types=False)
     assert [*losses(values).values()] == pytest.approx(wanted, rel=1e-5)
-    folder, wanted_files = tmp_path / "exported", Onnx(data=tmp_path / "shards")
-    export(Path(values["output"]), folder, print, onnx=wanted_files)
+    folder = tmp_path / "exported"
+    export(Path(values["output"]), folder, print)
     compare_with_raw_texts(tmp_path, folder, task_data.CLASSES[kind].from_pretrained(folder), kind)
-    found = evaluate_tasks([str(folder), str(folder / "onnx" / "model.onnx")], tmp_path / "shards")
-    ours, theirs = found.values()
-    assert ours["score"].value == pytest.approx(theirs["score"].value, abs=1e-6)
 
 
 def other_tasks_are_refused(tmp_path: Path, exported: Path, shards: Path) -> None:
