@@ -1,6 +1,7 @@
 """Load a tokenizer: of a folder, a file, a hub, a vocabulary, or finished shards."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,16 @@ from data_prep.disk.json_files import NotRegularError, parse_object, read_regula
 from data_prep.shards import Manifest, read_listed
 from data_prep.tokens.failures import explained
 from data_prep.tokens.tokenizer import NAMES, Tokens
+
+SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+# What a class of transformers makes of a tokenizer.json: its model, normaliser and pre-tokeniser.
+_BERT = (models.WordPiece, normalizers.BertNormalizer, pre_tokenizers.BertPreTokenizer)
+_MODELS: dict[str, tuple[type | None, ...]] = {
+    **dict.fromkeys(("Bert", "DistilBert", "Electra"), _BERT),
+    "MPNet": (models.WordPiece,),
+    "Roberta": (models.BPE, None, pre_tokenizers.ByteLevel),
+    **dict.fromkeys(("XLMRoberta", "Camembert"), (models.Unigram,)),
+}
 
 
 def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
@@ -42,7 +53,9 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
         return _with_special_tokens(backend, vocabulary, str(spec.vocab))
     path = Path(spec)
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        return _from_json(path / "tokenizer.json", _names(path))
+        tokens = _from_json(path / "tokenizer.json", _names(path))
+        _check_settings(path, tokens.backend)
+        return tokens
     if path.is_dir() and (path / "vocab.txt").is_file():
         said = {key: value for key, value in _settings(path).items() if isinstance(value, bool)}
         path = path / "vocab.txt"
@@ -193,15 +206,60 @@ def _parse(path: Path, data: bytes) -> Tokenizer:
 def _settings(folder: Path) -> dict[str, Any]:
     """Return the tokenizer settings of a folder, from either of two files."""
     settings: dict[str, Any] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        try:
-            values = parse_object(read_regular(folder / file))
-            settings |= {key: value for key, value in values.items() if value is not None}
-        except FileNotFoundError:
-            continue
-        except (NotRegularError, ValueError):
-            raise CorpusError(f"{folder / file}: not a JSON object: restore it") from None
+    for file in SETTINGS:
+        values = _object(folder / file)
+        settings |= {key: value for key, value in values.items() if value is not None}
     return settings
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return a file's JSON object; empty if there is no file."""
+    try:
+        return parse_object(read_regular(path))
+    except FileNotFoundError:
+        return {}
+    except (NotRegularError, ValueError):
+        raise CorpusError(f"{path}: not a JSON object: restore it") from None
+
+
+def _check_settings(folder: Path, backend: Any) -> None:
+    """Refuse what transformers follows and tokenizer.json contradicts; CorpusError names it.
+
+    Of a class that it knows, version 5 builds the normaliser anew from the settings.
+    """
+    settings, normaliser = _settings(folder), backend.normalizer
+    kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast").removesuffix("Tokenizer")
+    parts = (type(backend.model), type(normaliser), type(backend.pre_tokenizer))
+    pairs = zip(_MODELS.get(kind, ()), parts, strict=False)
+    odd = ["tokenizer_class"] if any(wanted not in (None, there) for wanted, there in pairs) else []
+    lowers = getattr(normaliser, "lowercase", None)
+    strips = getattr(normaliser, "strip_accents", None)
+    for key, there in (
+        ("do_lower_case", lowers),
+        ("strip_accents", lowers if strips is None else strips),
+        ("tokenize_chinese_chars", getattr(normaliser, "handle_chinese_chars", None)),
+        ("add_prefix_space", getattr(backend.pre_tokenizer, "add_prefix_space", None)),
+    ):
+        if there is not None and settings.get(key, there) is not there:
+            odd.append(key)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for file in (*SETTINGS, "added_tokens.json"):
+        for key, value in _object(folder / file).items():
+            if file == "added_tokens.json":
+                value = key
+            elif not re.fullmatch(r"\w+_token|(additional|extra)_special_tokens", key):
+                continue
+            if isinstance(value, dict) and "content" not in value:
+                value = [*value.values()]
+            texts = value if isinstance(value, list) else [value]
+            contents = (text.get("content") if isinstance(text, dict) else text for text in texts)
+            if {text for text in contents if isinstance(text, str)} - known:
+                odd.append(f"{key} in {file}")
+    if odd:
+        raise CorpusError(
+            f"{folder}: its {odd[0]} contradicts tokenizer.json, and transformers would read texts "
+            "otherwise: save the tokenizer again with save_pretrained, or correct the setting"
+        )
 
 
 def _names(folder: Path) -> dict[str, str]:
