@@ -6,7 +6,7 @@ Shapes: n texts, B documents, L tokens, M masked tokens, W width of a vector, V 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pretrain.contracts.batch import IGNORE
 from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vectors_of
 from pretrain.encoders import FEWEST_PAIRS, pearson, scored_pairs, unit, validation_texts
+from pretrain.monitor.figures import Figure, interval, resamples
 from pretrain.scores import check_file_fits, logits_of_file, measured_by, metric_of
 from pretrain.tasks.labelled import LabelledRows
 
@@ -43,6 +44,19 @@ class Quality(ABC):
     @abstractmethod
     def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
         """Return the value of a file, and its agreement with fp32."""
+
+    def drop(self, file: Path) -> Figure:
+        """Return how far a file's value is below fp32; where they resolve it, with its interval.
+
+        Examples are drawn for both at once.
+        """
+        size, value = self.values(file)
+        drawn = [value(some) for some in resamples(size)] if size else [np.nan]
+        return interval(value(np.arange(size)), drawn)
+
+    @abstractmethod
+    def values(self, file: Path) -> tuple[int, Callable[[NDArray[np.int64]], float]]:
+        """Return the number of examples, and what gives the drop on some of them."""
 
 
 class HeadQuality(Quality):
@@ -83,6 +97,15 @@ class HeadQuality(Quality):
         guesses = self._guesses(file, self.some if part else self.documents)
         agreement = float((guesses == known).mean())
         return float((guesses == labels).mean()) if self.guesses_well else agreement, agreement
+
+    def values(self, file: Path) -> tuple[int, Callable[[NDArray[np.int64]], float]]:
+        """Return the number of documents, and what gives the drop on some of them."""
+        known = self.labels if self.guesses_well else self.in_fp32
+        ends = np.cumsum([len(d.places) for d in self.documents])[:-1]
+        guesses = self._guesses(file, self.documents)
+        lost = (self.in_fp32 == known).astype(int) - (guesses == known)
+        each = np.array([(len(part), part.sum()) for part in np.split(lost, ends)])
+        return len(each), lambda some: float(each[some, 1].sum() / max(1, each[some, 0].sum()))
 
     def _guesses(self, file: Path, documents: Sequence[Masked]) -> NDArray[np.int64]:
         session = Session(file)
@@ -127,6 +150,18 @@ class VectorQuality(Quality):
         chosen = self._chosen(part=part)
         vectors = vectors_of(Session(file), [self.ids[i] for i in chosen], self.pad)
         return self._value(vectors, chosen)
+
+    def values(self, file: Path) -> tuple[int, Callable[[NDArray[np.int64]], float]]:
+        """Return the number of pairs, and what gives the drop on some; without scores none."""
+        both = [unit(v) for v in (self.in_fp32, vectors_of(Session(file), self.ids, self.pad))]
+        if self.scores is None:
+            return 0, lambda some: self.of_all - self._value(both[1], self._chosen(part=False))[0]
+        num, scores = len(self.scores), self.scores
+        fp32, ours = ((v[:num] * v[num:]).sum(1) for v in both)
+        return (
+            num,
+            lambda some: pearson(fp32[some], scores[some]) - pearson(ours[some], scores[some]),
+        )
 
     def _chosen(self, *, part: bool) -> NDArray[np.int64]:
         """Return the places of the texts; of pairs both."""
@@ -182,6 +217,12 @@ class TaskQuality(Quality):
             words = self.rows.columns["tags"][self.places[some], : same.shape[1]] != IGNORE
             same = same[words]
         return score, float(same.mean())
+
+    def values(self, file: Path) -> tuple[int, Callable[[NDArray[np.int64]], float]]:
+        """Return the number of labelled examples, and what gives the drop on some of them."""
+        logits = logits_of_file(Session(file), self.rows, self.places)
+        fp32, ours = (measured_by(self.rows, z, self.places) for z in (self.in_fp32, logits))
+        return fp32.size, lambda some: fp32.score(self.name, some) - ours.score(self.name, some)
 
     def _some(self) -> NDArray[np.int64]:
         whole = self.rows.kind == "question_answering"

@@ -160,9 +160,16 @@ def _make(graph: Graph, folder: Path, wanted: Onnx, say: Callable[[str], None]) 
             reduce_range=not wanted.this_cpu,
             rounds=result.rounds,
         )
+        drop = quality.drop(file)
+        if (
+            drop.low is not None
+            and drop.high is not None
+            and drop.high - drop.low > wanted.max_drop
+        ):
+            say(f"warning: the drop's interval is wider than --max-drop {wanted.max_drop:g}")
         kept = f"; in fp32 stay {', '.join(result.kept)}" if result.kept else ""
         say(
-            f"int8: {quality.name} {result.value:.4f}, {result.drop:+.4f} below fp32; agreement "
+            f"int8: {quality.name} {result.value:.4f}, {drop} below fp32; agreement "
             f"{result.agreement:.4f}; {result.rounds} rounds{kept}"
         )
     return found

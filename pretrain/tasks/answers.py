@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,8 @@ from pretrain import RunError
 _TYPES = {"F16": np.float16, "F32": np.float32}
 
 
-class Answers(NamedTuple):
-    """Hold what a file says of itself, and of each tensor its type and shape."""
-
-    metadata: dict[str, str]
-    tensors: dict[str, tuple[str, list[int]]]
+# What a file says of itself, and of each tensor its type and shape.
+Answers = tuple[dict[str, str], dict[str, tuple[str, list[int]]]]
 
 
 def read_answers(
@@ -54,7 +51,7 @@ def read_answers(
         raise RunError(f"{path}: holds {what} of other shards; {again}")
     if teacher is not None and known.get("teacher", "") not in ("", teacher):
         raise RunError(f"{path}: holds {what} of another teacher; {again}")
-    return Answers(known, tensors)
+    return known, tensors
 
 
 def map_answers(path: Path, split: str) -> NDArray[Any]:
