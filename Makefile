@@ -81,6 +81,7 @@ torture: install
 	DISTIL_KILLS=100 DISTIL_TORTURE=1 $(BIN)/python -m pytest -s -m slow \
 		tests/pretrain/test_kills.py tests/pretrain/test_exact_resume.py \
 		tests/pretrain/checkpoint/test_disasters.py tests/pretrain/test_compile.py \
+		tests/launch/test_config_mutations.py \
 		tests/data_prep/test_resume.py::test_killed_runs_resume_with_identical_bytes
 
 clean:
