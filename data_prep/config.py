@@ -164,7 +164,7 @@ class CorpusConfig(Keys):
     """Tokens of a row; several lengths are packed to a folder each."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.005
     """Share of the documents that training does not read. A document that is alone a larger share
-    of the text is trained on, unless all are.
+    of the text is trained on, unless the smaller ones have too little text.
     """
     min_characters: Annotated[int, Field(ge=1)] = 1
     """Shortest document, after cleaning."""

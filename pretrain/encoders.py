@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.examples.labelled_files import read_records
+from data_prep.examples.values import as_number
 from data_prep.messages import warn
 from data_prep.shards import Segments, open_shards
 from data_prep.tokens import of_shards
@@ -162,12 +163,15 @@ def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
     try:
         if not first:
             raise ValueError("an empty file")
-        scores = np.array([float(row[score]) for row in rows])
-        return [row[one] for row in rows], [row[other] for row in rows], scores
+        scores = np.array([as_number(str(file), score, row[score]) for row in rows])
+        texts = [row[column] for column in (one, other) for row in rows]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a text that is none")
+        return texts[: len(rows)], texts[len(rows) :], scores
     except (ValueError, KeyError, TypeError):
         raise RunError(
             f"{file}: is not a table of pairs: its first line must name the columns "
-            f"{', '.join(_COLUMNS)}, and each score must be a number"
+            f"{', '.join(_COLUMNS)}, each score must be a number and each sentence a text"
         ) from None
 
 

@@ -18,7 +18,7 @@ import torch
 from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import Split
 from pretrain import RunError
-from pretrain.monitor.figures import RESAMPLES, Figure, interval
+from pretrain.monitor.figures import RESAMPLES, Figure, interval, share
 from pretrain.run_folder import recorded, sealed_state
 from pretrain.scores import Measured, load_for_task, measure, metric_of
 from pretrain.tasks.labelled import LabelledRows
@@ -190,6 +190,8 @@ def _interval(ours: Sequence[Scored], theirs: Sequence[Scored] | None) -> Figure
         other = mean(theirs, draws)
         return mean(ours, draws) / other if other > 0 else np.nan
 
+    if len(ours) == 1 and theirs is None and ours[0].metric in ("accuracy", "exact match"):
+        return share(ours[0].score, ours[0].measured.size)
     draw = np.random.default_rng(0)
     sizes = [one.measured.size for one in ours]
     drawn = [value([draw.integers(size, size=size) for size in sizes]) for _ in range(RESAMPLES)]

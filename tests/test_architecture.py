@@ -72,7 +72,15 @@ def test_a_package_imports_no_later_package(folder: str, others: set[str]) -> No
     [
         (
             "pretrain",
-            ("shards.", "tokens.", "disk.", "keys.", "messages.", "examples.labelled_files."),
+            (
+                "shards.",
+                "tokens.",
+                "disk.",
+                "keys.",
+                "messages.",
+                "examples.labelled_files.",
+                "examples.values.",
+            ),
         ),
         ("data_prep/shards", ("shards", "disk.", "messages.", "CorpusError")),
     ],

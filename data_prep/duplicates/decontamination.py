@@ -257,7 +257,9 @@ def read_examples(path: Path) -> Iterator[list[str]]:
         elif suffix == ".csv" and "\t" not in text.partition("\n")[0]:
             limit = csv.field_size_limit(LIMIT)  # a quote that is never closed makes one long field
             try:
-                rows = list(csv.reader(io.StringIO(text, newline="")))
+                rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+            except csv.Error:  # a quotation mark that is none joins rows
+                rows = [[line] for line in text.splitlines()]
             finally:
                 csv.field_size_limit(limit)
             yield from rows

@@ -135,9 +135,13 @@ class Examples:
                 f"{where}: example {without[0]}: no column {self.label!r}, which other examples "
                 "have; give it null if there is no label"
             )
-        empty = sum(not example.text.strip() for example in found)
-        if empty > len(found) / 100:
-            warn(f"{where}: {empty:,} of {len(found):,} texts are empty")
+        for key in ("text", "pair"):
+            empty = sum(
+                getattr(example, key) is not None and not getattr(example, key).strip()
+                for example in found
+            )
+            if empty > len(found) / 100:
+                warn(f"{where}: {empty:,} of {len(found):,} texts in task.{key} are empty")
         if split != "test" and self.columns.probabilities is None and known < len(found):
             warn(f"{where}: {len(found) - known:,} of {len(found):,} examples have no label")
         id, times = Counter(example.id for example in found).most_common(1)[0]
@@ -189,6 +193,17 @@ class Examples:
                 "scores, or name the classes in task.labels"
             )
         self.labels = tuple(sorted(seen, key=(lambda v: (int(v), v)) if numeric else None))
+
+    def label_of(self, example: Example) -> Any:
+        """Return what is equal of equal labels, such as a class by its name or its number."""
+        labels = example.labels
+        if "label" in labels and self.labels:
+            name = labels["label"]
+            by_number = self._words and name.isdecimal() and int(name) < len(self.labels)
+            return self.labels[int(name)] if by_number else name
+        if "probs" in labels:
+            return int(np.argmax(labels["probs"]))
+        return next((labels[key] for key in ("tags", "score", "answers") if key in labels), None)
 
     def rows(self, where: str, examples: Sequence[Example]) -> Iterator[Row]:
         """Yield the rows of examples, in their order.

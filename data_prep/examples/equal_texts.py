@@ -1,19 +1,21 @@
 """Find examples with equal texts: doubled, with another label, or in two splits.
 
-Texts are equal if they are so without case, in one form of Unicode and with one space in place of
-each run of white space; of a pair both are.
+Texts are equal if they are so without case, invisible characters, in one form of Unicode and with
+one space in place of each run of white space; of a pair both are.
 """
 
 from __future__ import annotations
 
 import hashlib
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from data_prep import CorpusError
+from data_prep.duplicates.minhash import word_hashes
 from data_prep.examples.encoding import Example
 from data_prep.examples.examples_config import Split
+from data_prep.examples.values import folded
 from data_prep.messages import one_line
 
 _FEW = 5  # words; shorter texts, such as "thank you", are in each set of data
@@ -23,11 +25,6 @@ DOUBLED, CONTRADICTING, SHARED = (
     "twice with another label",
     "texts of an earlier split",
 )
-
-
-def folded(text: str) -> str:
-    """Return what is equal of equal texts."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def groups_of(examples: Sequence[Example]) -> dict[bytes, list[int]]:
@@ -41,12 +38,18 @@ def groups_of(examples: Sequence[Example]) -> dict[bytes, list[int]]:
 
 
 def counts_of(
-    found: Mapping[Split, Sequence[Example]], allow_shared: bool, warn: Callable[[str], None]
+    found: Mapping[Split, Sequence[Example]],
+    spare: Sequence[Example],
+    label_of: Callable[[Example], Any],
+    allow_shared: bool,
+    warn: Callable[[str], None],
 ) -> dict[Split, dict[str, int]]:
     """Return for each split how many of its examples have the text of another one.
 
     Args:
         found: examples by split; each is compared with itself and with those before it.
+        spare: examples without labels, which are trained on, too.
+        label_of: returns what is equal of equal labels; None of an example without one.
         allow_shared: warn where it is refused otherwise.
         warn: receives what a user should know.
 
@@ -54,18 +57,18 @@ def counts_of(
         CorpusError: many texts of a split are in an earlier one, such as training.
     """
     counts: dict[Split, dict[str, int]] = {}
-    earlier: dict[bytes, Split] = {}  # the split that has a text first
+    earlier: dict[bytes, str] = dict.fromkeys(groups_of(spare), "unlabelled")  # what has a text
     for split, examples in found.items():
         groups, noted = groups_of(examples), Counter[str]()
-        shared: dict[Split, list[int]] = {}  # but for short texts
+        shared: dict[str, list[int]] = {}  # but for short texts
         for key, numbers in groups.items():
             first = examples[numbers[0]]
-            labels = {repr(examples[n].labels) for n in numbers if examples[n].labels}
+            labels = {repr(label_of(examples[n])) for n in numbers if len(numbers) > 1} - {"None"}
             noted[DOUBLED] += len(numbers) - 1
             noted[CONTRADICTING] += (len(numbers) - 1) * (len(labels) > 1)
-            if other := earlier.get(key):
+            if split != "train" and (other := earlier.get(key)):
                 noted[SHARED] += len(numbers)
-                if len(f"{first.text} {first.pair or ''}".split()) >= _FEW:
+                if len(word_hashes(f"{first.text} {first.pair or ''}")) >= _FEW:
                     shared.setdefault(other, []).extend(numbers)
         for other, numbers in shared.items():
             num, example = len(numbers), examples[numbers[0]]

@@ -98,10 +98,8 @@ def files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     # A folder of the Hub also has a README and settings.
-    shown = [
-        p for p in path.rglob("*") if not re.search(r"(^|/)\.", p.relative_to(path).as_posix())
-    ]
-    known = [p for p in shown if p.suffix.lower() in (".parquet", ".jsonl")]
+    known = [p for p in path.rglob("*") if p.suffix.lower() in (".parquet", ".jsonl")]
+    known = [p for p in known if not _is_hidden(p, path)]
     if known:
         if len(formats := {p.suffix.lower() for p in known}) > 1:
             raise CorpusError(
@@ -115,9 +113,14 @@ def files_of(path: Path) -> list[Path]:
             )
         return sorted(known)
     # IMDb's folder also has lists of addresses, and reviews without a label.
-    texts = [p for p in shown if p.suffix == ".txt" and p.parent.name != "unsup"]
-    inner = [p for p in texts if p.parent.parent == path]
-    return sorted(inner or (p for p in texts if p.parent == path))
+    texts = [p for p in path.glob("*/*.txt") if p.parent.name != "unsup"]
+    texts = [p for p in texts if not _is_hidden(p, path)]
+    return sorted(texts or (p for p in path.glob("*.txt") if not _is_hidden(p, path)))
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Return whether a file, or a folder on the way to it, is one that editors and tools keep."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _of_folder(path: Path, names: bool, warn: Warn) -> Iterator[Record]:

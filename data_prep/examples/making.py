@@ -162,14 +162,16 @@ def _make(
     for split, path in config.files().items():
         records = read_records(path, examples.names, warn)
         found[split] = examples.read(str(path), records, split, warn)
-    _divide(config, found)
+    _divide(config, found, warn)
     examples.find_labels(str(config.train), found["train"], warn)
+    spares: list[Example] = []
     if config.unlabelled is not None:
         spare = read_unlabelled(
             config.unlabelled, examples.text, examples.pair, examples.names, warn
         )
-        found["train"] += examples.spare(str(config.unlabelled), spare)
-    noted = counts_of(found, config.allow_shared, warn)
+        spares = examples.spare(str(config.unlabelled), spare)
+    noted = counts_of(found, spares, examples.label_of, config.allow_shared, warn)
+    found["train"] += spares
     rows: dict[Split, list[Row]] = {}
     for split, some in found.items():
         rows[split] = list(examples.rows(str(config.files().get(split, config.train)), some))
@@ -222,7 +224,9 @@ def _make(
     )
 
 
-def _divide(config: ExamplesConfig, found: dict[Split, list[Example]]) -> None:
+def _divide(
+    config: ExamplesConfig, found: dict[Split, list[Example]], warn: Callable[[str], None]
+) -> None:
     """Take the share for validation, and the sample, by hashes of the examples' numbers."""
     train = found["train"]
     seeds = [xxhash.xxh3_64_intdigest(f"{config.seed} {i}".encode()) for i in range(len(train))]
@@ -235,7 +239,9 @@ def _divide(config: ExamplesConfig, found: dict[Split, list[Example]]) -> None:
             if len(held) < num:  # with each example all others of its text
                 held |= dict.fromkeys(group_of[i])
         if len(held) >= len(train):
-            raise CorpusError(f"{config.train}: too few examples to take {num} for validation")
+            raise CorpusError(f"{config.train}: too few different texts to take {num} examples")
+        if len(held) > 2 * num:
+            warn(f"{config.train}: {len(held):,} examples are held out for {num:,}: equal texts")
         found["validation"] = [train[i] for i in sorted(held)]
         order = [i for i in order if i not in held]
     if config.most is not None:

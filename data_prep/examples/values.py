@@ -17,7 +17,9 @@ from data_prep import CorpusError
 from data_prep.messages import one_line
 
 _MISSING = ("none", "nan", "na", "n/a", "null", "<na>")
-_NUMBER = r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*"
+_NUMBER = r"\s*[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s*"
+_UNSEEN = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")  # soft hyphens, joiners, marks
+_LONGEST_NUMBER = 300  # characters
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
 
 
@@ -69,14 +71,20 @@ def class_name(where: str, column: Any, value: Any) -> str:
     return str(value).strip()
 
 
+def folded(text: str) -> str:
+    """Return what is equal of texts that differ in case, white space or forms of Unicode alone."""
+    text = unicodedata.normalize("NFKC", _UNSEEN.sub("", text))
+    return " ".join(text.casefold().split())
+
+
 def odd_labels(labels: Iterable[str]) -> Iterator[str]:
     """Yield what is odd about a set of labels: some that are alike, or names of missing values."""
     alike: dict[Any, list[str]] = {}
     for label in sorted(labels):
-        folded: Any = unicodedata.normalize("NFKC", label).casefold()
-        if re.fullmatch(_NUMBER, folded, re.ASCII):
-            folded = float(folded)
-        alike.setdefault(folded, []).append(one_line(label, 40))
+        key: Any = folded(label)
+        if len(label) < _LONGEST_NUMBER and re.fullmatch(_NUMBER, key, re.ASCII):
+            key = float(key)
+        alike.setdefault(key, []).append(one_line(label, 40))
     for names in alike.values():
         if len(names) > 1:
             yield f"the labels {' and '.join(map(repr, names))} are different classes"

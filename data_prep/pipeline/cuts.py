@@ -15,13 +15,13 @@ from data_prep.disk.json_files import (
     self_sha256,
     write_json,
 )
-from data_prep.messages import duration, megabytes, one_line
+from data_prep.messages import megabytes, one_line
 from data_prep.sources import Piece, Source
 from data_prep.sources.kind import FileSource
 from data_prep.sources.remote import looked_up_once
 
-_BEHAVIOUR = 1  # of all that cuts files; raise it with every change of where they are cut
-_LONG, _SPEED = 2e9, 130e6  # bytes; bytes/s of bz2_blocks on one core
+_BEHAVIOUR = 2  # of all that cuts files; raise it with every change of where they are cut
+_LONG = 2e9  # bytes
 
 
 class Cuts:
@@ -62,13 +62,12 @@ class Cuts:
                 source.pieces[kind](file.path, start, end, size)
                 for kind, start, end, size in self._kept[key]
             ]
-        if file.size > _LONG:
-            seconds = file.size / _SPEED
-            self._tell(
-                f"{one_line(file.path)}: looking for places to cut {megabytes(file.size)} MB, "
-                f"which may take {duration(seconds)}; they are kept"
-            )
         pieces = source.cut(file, limit)
+        if len(pieces) == 1 and file.size > _LONG:
+            self._tell(
+                f"{one_line(file.path)}: {megabytes(file.size)} MB are one unit of work, because "
+                "they are one stream; of a dump take the multistream file and its index"
+            )
         if version:
             self._kept[key] = [
                 (source.pieces.index(type(piece)), piece.start, piece.end, piece.size)

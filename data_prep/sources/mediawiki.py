@@ -12,12 +12,10 @@ from xml.parsers import expat
 from data_prep import CorpusError
 from data_prep.messages import one_line
 from data_prep.sources import multistream
-from data_prep.sources.bz2_blocks import FIRST, Blocks, chunks, cut_at_blocks
 from data_prep.sources.compressed import is_compressed
 from data_prep.sources.document import SKIPPED, Document, Rejected, begins
 from data_prep.sources.files import Piece, byte_ranges, file_chunks
 from data_prep.sources.kind import FileSource
-from data_prep.sources.remote import is_remote
 from data_prep.text.wikipedia import plain_text
 
 _PAGE = b"<page>"  # in a page's text the bracket is escaped
@@ -25,7 +23,6 @@ _PAGE_LIMIT = 1 << 24  # characters; MediaWiki itself stops at 2 MiB a page
 _FIELD_LIMIT = 1 << 12  # characters of a title or an id
 _TOKEN_LIMIT = 1 << 20  # bytes; expat before 2.6 takes quadratic time over one long token
 _HEAD_LIMIT = 1 << 20  # bytes
-_FEW_PIECES = 8  # a single stream that is not longer is one unit, as it always was
 _FILE_NAMESPACES = ("6", "14", "-2")  # File, Category, Media under the names of the wiki's language
 _FIELDS = frozenset(("base", "namespace", "title", "ns", "id", "redirect", "text", "page"))
 
@@ -107,7 +104,6 @@ class Mediawiki(FileSource):
     )
     record_end: ClassVar[tuple[bytes, bytes]] = (b"</page>", b"\n</mediawiki>\n")
     cut_by_content: ClassVar[bool] = True
-    pieces: ClassVar[tuple[type[Piece], ...]] = (Piece, Blocks)
 
     kind: Literal["mediawiki"] = "mediawiki"
     licence: str = "CC-BY-SA-4.0"
@@ -127,16 +123,11 @@ class Mediawiki(FileSource):
         return Piece(index).version() if index else ""
 
     def cut(self, file: Piece, limit: int) -> list[Piece]:
-        """Return a dump in ranges of bytes if plain, of bz2 streams, or of a stream's blocks.
+        """Return a dump in ranges of bytes if plain, or of bz2 streams if there is an index.
 
         Raises CorpusError if the index next to it does not fit the dump.
         """
-        if found := multistream.stream_ranges(file, limit):
-            return found
-        is_long = file.path.endswith(".bz2") and file.size > _FEW_PIECES * limit
-        if is_long and not is_remote(file.path):  # there it would move twice
-            return cut_at_blocks(file, limit)
-        return byte_ranges(file, limit)
+        return multistream.stream_ranges(file, limit) or byte_ranges(file, limit)
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the articles that begin in a piece.
@@ -165,15 +156,12 @@ class Mediawiki(FileSource):
 def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
     path = one_line(piece.path)
     # A range of a compressed file is one of bz2 streams.
-    blocks = isinstance(piece, Blocks)
     cut = piece.start > 0 or piece.end is not None
-    streams = is_compressed(piece.path) and cut and not blocks
+    streams = is_compressed(piece.path) and cut
     # (offset, bytes) of the XML of the piece's pages, behind what comes before a dump's first page.
     # Offsets are those of the decompressed file, or within a range of streams.
     if streams:
         feed = _until_page(file_chunks(piece.path, piece.start, piece.end), 0, None, dump)
-    elif blocks:
-        feed = _of_blocks(piece, dump)
     elif piece.start == 0:
         feed = _until_page(file_chunks(piece.path, about=piece.end), 0, piece.end, dump)
     else:
@@ -186,7 +174,7 @@ def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
         if ahead.ended:
             return  # no page begins in the rest of the file
         feed = _until_page(file_chunks(piece.path, first, about=piece.end), first, piece.end, dump)
-    if piece.start > 0 and not (blocks and piece.start == FIRST):
+    if piece.start > 0:
         feed = chain(_head(piece.path), feed)
 
     def refuse(*declaration: object) -> None:
@@ -222,30 +210,6 @@ def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
     except CorpusError as error:
         raise CorpusError(f"{error} (after {dump.num_pages} pages)") from error
     yield from dump.pages
-
-
-def _of_blocks(piece: Piece, dump: _Dump) -> Iterator[tuple[int, bytes]]:
-    """Yield (place in the piece, bytes) of the pages that begin in a piece's blocks."""
-    own, first = chunks(piece.path, piece.start, piece.end), 0
-    if piece.start > FIRST:
-        held = b""
-        for chunk in own:
-            data = held + chunk
-            if (found := data.find(_PAGE)) >= 0:
-                own, first = chain([data[found:]], own), first + found
-                break
-            held = data[-len(_PAGE) + 1 :]
-            first += len(data) - len(held)
-        else:
-            return  # no page begins in here
-    after = first
-    for at, data in _until_page(own, first, None, dump):
-        yield at, data
-        after = at + len(data)
-    if piece.end is not None:
-        dump.ended = False
-        # Its last page ends in later blocks, before the next one begins.
-        yield from _until_page(chunks(piece.path, piece.end, None), after, after, dump)
 
 
 def _head(path: str) -> Iterator[tuple[int, bytes]]:

@@ -120,7 +120,9 @@ def compare_models(config: RunConfig, made: Made) -> None:
     if real(config.shards) in made or not (config.shards / MANIFEST).exists():
         return
     from pretrain.deploy.heads import check_fit
-    from pretrain.tasks.labelled import OUTPUTS, config_of_head
+    from pretrain.model.task_head import labels_of
+    from pretrain.tasks.labelled import OUTPUTS, check_labels, config_of_head
+    from pretrain.tasks.prediction import check_logits
 
     manifest = load_manifest(config.shards)
     for key, name in config.sources().items():
@@ -133,8 +135,12 @@ def compare_models(config: RunConfig, made: Made) -> None:
         if not of_run or config.model is None:  # else its tokenizer may be any
             same = of_run and config.teacher_vocabulary == "same"
             check_fit(who, folder, manifest, shards=config.shards, required=not same)
-        if of_run and config.task.has_head and config.objective.soft_labels:
-            config_of_head(who, folder, state, OUTPUTS[manifest.kind])
+        output = OUTPUTS.get(manifest.kind)
+        if of_run and output and config.task.has_head and config.objective.soft_labels:
+            raw = config_of_head(who, folder, state, output)
+            check_labels(who, labels_of(raw, output), manifest.labels)
+    if config.vectors is None and config.answers is not None and config.answers.is_file():
+        check_logits(config.answers, manifest, None)
 
 
 def assumed(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -38,6 +39,7 @@ _SENTENCES = (
     *("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"),
     *("[1-9]_*/config.json", "[1-9]_*/model.safetensors"),
 )
+_NEW = 10  # seconds
 _TOLERANCE = 1e-5  # of outputs that are read back
 Result = TypeVar("Result")
 
@@ -196,7 +198,9 @@ def write_model(
     """
     target = folder.resolve()
     for left in target.parent.glob(f".tmp-{glob.escape(target.name)}-{'[0-9a-f]' * 8}"):
-        remove_left(left)  # of a killed call
+        with suppress(OSError):  # a new one may not be locked yet
+            if time.time() - left.stat().st_mtime > _NEW:
+                remove_left(left)  # of a killed call
     # A unique name: another process may be writing to the same folder.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
     lock = ExitStack()

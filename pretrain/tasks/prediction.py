@@ -144,6 +144,8 @@ def check_logits(path: Path, manifest: Manifest, teacher: str | None) -> str:
         RunError: it cannot be read, or is of other shards or another teacher, or damaged.
     """
     known, shapes = read_answers(path, "logits", manifest, teacher, _AGAIN)
+    if not known.get("teacher") or shapes.keys() != manifest.splits.keys():
+        raise RunError(f"{path}: names no teacher, or has other splits than the shards; {_AGAIN}")
     if known.get("code") != CODE:
         raise RunError(f"{path}: another version of this program wrote it; {_AGAIN}")
     by_token = {"token_classification", "question_answering"}

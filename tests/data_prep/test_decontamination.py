@@ -238,10 +238,14 @@ def test_an_unpaired_quotation_mark_hides_no_row(tmp_path: Path) -> None:
         for end in ("\n", "\r\n"):
             path = written(tmp_path / name, text.replace("\n", end))
             assert [field for row in read_examples(path) for field in row] == fields
-    # in a true .csv such a mark swallows the rest, whose words stay in order
+    # in a true .csv such a mark swallows the rest: then each line is a row
     lines = ['"open,1', *(f"{sentence(20, seed=n)},{n}" for n in range(1500))]
     examples = build([written(tmp_path / "open.csv", "\n".join(lines))])
     assert overlap(examples, sentence(20, seed=1499))[0] == 8
+    short = [sentence(6, seed=n) for n in range(60)]
+    marked = [f'"{text},1' if n in (5, 50) else f"{text},1" for n, text in enumerate(short)]
+    examples = build([written(tmp_path / "two.csv", "\n".join(marked))])
+    assert all(overlap(examples, f"so {text} it is") for text in short)
 
 
 def test_csv_fields_may_be_quoted_long_and_of_several_lines(tmp_path: Path) -> None:

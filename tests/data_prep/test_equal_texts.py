@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def test_a_share_of_different_texts_is_that_of_their_numbers(tmp_path: Path) -> 
     write(tmp_path / "train.jsonl", records)
     _, warned = make(tmp_path, train=str(tmp_path / "train.jsonl"), validation=0.1, seed=5)
     assert ids_of(tmp_path / "shards1", "validation") == sorted(order[20:26])
-    assert [line for line in warned if "20 of 60 texts are empty" in line]
+    assert [line for line in warned if "20 of 60 texts in task.text are empty" in line]
 
 
 def test_texts_of_two_files_are_compared(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_unlabelled_texts_and_pairs_count(tmp_path: Path) -> None:
     files["unlabelled"] = write(tmp_path / "c.jsonl", swapped)
     assert noted(make(tmp_path, task=task, **files)[0]) == {"train": {}, "validation": {}}
     write(tmp_path / "c.jsonl", [{"text": p["text"], "pair": p["pair"]} for p in pairs[30:]])
-    with refused("10 of 20 texts of validation", "in train", kind=CorpusError):
+    with refused("10 of 20 texts of validation", "in unlabelled", kind=CorpusError):
         make(tmp_path, task=task, **files)
 
 
@@ -232,3 +233,53 @@ def test_columns_are_different_and_tokens_known(tmp_path: Path) -> None:
     with refused("of the tokens are unknown; more than max_unknown 0.1", kind=CorpusError):
         make(tmp_path, train=file)
     assert [line for line in make(tmp_path, train=file, max_unknown=0.9)[1] if "unknown" in line]
+
+
+@pytest.mark.parametrize("kind", ["names and numbers", "probabilities", "tags"])
+def test_equal_labels_do_not_contradict(tmp_path: Path, kind: str) -> None:
+    """Give each text twice, the second time in capitals, with the same label said otherwise."""
+    labels = [{"label": name} for name in ("neg", "pos")], [{"label": n} for n in ("0", "1")]
+    task: Record = {"name": "classification", "labels": ["neg", "pos"]}
+    if kind == "probabilities":
+        task["probabilities"] = "p"
+        labels = [{"p": [0.7, 0.3]}, {"p": [0.2, 0.8]}], [{"p": [0.71, 0.29]}, {"p": [0.1, 0.9]}]
+    records = [{"text": text(i), **labels[0][i % 2]} for i in range(20)]
+    records += [{"text": text(i).upper(), **labels[1][i % 2]} for i in range(20)]
+    if kind == "tags":
+        task = {"name": "token_classification", "labels": ["O", "B-X"]}
+        tags = ["B-X", *["O"] * 5]
+        records = [{"tokens": r["text"].split(), "tags": tags} for r in records]
+    manifest, _ = make(tmp_path, train=write(tmp_path / "a.jsonl", records), task=task)
+    assert noted(manifest) == {"train": {"texts that are there twice": 20}}
+
+
+def test_texts_without_spaces_and_with_invisible_characters_are_compared(tmp_path: Path) -> None:
+    characters = [chr(0x4E00 + n) for n in range(400)]
+    texts = ["".join(characters[4 * n : 4 * n + 15]) for n in range(90)]
+    for change in (lambda t: t, lambda t: f"{t}\u200b"):
+        records = [{"text": t, "label": "ab"[i % 2]} for i, t in enumerate(texts)]
+        train = write(tmp_path / "a.jsonl", records)
+        other = write(
+            tmp_path / "b.jsonl", [r | {"text": change(r["text"]), "label": "a"} for r in records]
+        )
+        with refused("90 of 90 texts of validation (100%) are in train", kind=CorpusError):
+            make(tmp_path, train=train, validation=other, max_unknown=1)
+
+
+def test_a_score_of_many_digits_is_answered_at_once(tmp_path: Path) -> None:
+    records = [{"text": text(i), "label": "1" * 60_000 + "x"} for i in range(3)]
+    file = write(tmp_path / "a.jsonl", records)
+    begun = time.process_time()
+    with refused("not a number", kind=CorpusError):
+        make(tmp_path, train=file, task={"name": "regression"})
+    assert time.process_time() - begun < 60
+
+
+def test_a_folder_of_a_label_may_be_a_link(tmp_path: Path) -> None:
+    for number in range(20):
+        place = tmp_path / ("real" if number % 2 else "data") / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.txt").write_text(text(number), encoding="utf-8")
+    (tmp_path / "data" / "b").symlink_to(tmp_path / "real" / "b")
+    manifest, _ = make(tmp_path, train=str(tmp_path / "data"))
+    assert manifest.labels == ("a", "b") and manifest.splits["train"].rows == 20

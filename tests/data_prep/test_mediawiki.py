@@ -127,61 +127,6 @@ def test_a_multistream_dump_is_the_same_from_pieces_of_any_size(
     assert seen(source, 1) == expected()
 
 
-def long_stream(folder: Path, seed: int, level: int = 1) -> tuple[Path, Path]:
-    """Write a dump of some blocks in one bz2 stream, and the same text plain."""
-    draw = random.Random(seed)
-    words = [f"word{number}" for number in range(3000)]
-    pages = [
-        f"  <page>\n    <title>T{n}</title>\n    <ns>0</ns>\n    <id>{n}</id>\n    <revision>"
-        f"<text>{' '.join(draw.choices(words, k=draw.choice([3, 60, 900, 30_000])))}"
-        f"{'=' * draw.randrange(40)}</text></revision>\n  </page>\n"
-        for n in range(60)
-    ]
-    text = f"<mediawiki>\n{''.join(pages)}</mediawiki>\n".encode()
-    (folder / "plain.xml").write_bytes(text)
-    (folder / "long.xml.bz2").write_bytes(bz2.compress(text, level))
-    return folder / "long.xml.bz2", folder / "plain.xml"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_dump_of_one_stream_is_the_same_from_its_blocks(tmp_path: Path, seed: int) -> None:
-    dump, plain = long_stream(tmp_path, seed)
-    expected = documents(read_all(Mediawiki(path=str(plain)), 1 << 30))
-    assert len(expected) > 50
-    source = Mediawiki(path=str(dump))
-    numbers = set()
-    for limit in (1, 40_000, 60_000, 80_000):
-        pieces = source.inputs(limit)
-        assert [piece.end for piece in pieces] == [*(p.start for p in pieces[1:]), None]
-        found = [item for piece in pieces for item in source.documents(piece)]
-        assert documents(found) == expected
-        numbers.add(len(pieces))
-    assert len(numbers) >= 3 and max(numbers) > 20
-    # A piece is identified by its own bytes, and needs none before it.
-    assert len({piece.sha256() for piece in source.inputs(1)}) == max(numbers)
-
-
-def test_a_damaged_block_is_noticed_where_it_lies(tmp_path: Path) -> None:
-    dump, _ = long_stream(tmp_path, 9)
-    source, whole = Mediawiki(path=str(dump)), dump.read_bytes()
-    pieces = source.inputs(40_000)
-    middle = pieces[len(pieces) // 2]
-    spoilt = bytearray(whole)
-    spoilt[middle.start // 8 + middle.size // 2] ^= 4
-    dump.write_bytes(spoilt)
-    for piece in pieces:
-        if piece is middle:
-            with pytest.raises(CorpusError, match=r"long\.xml\.bz2: .*download"):
-                list(source.documents(piece))
-        elif pieces.index(piece) != pieces.index(middle) - 1:  # whose last page may end there
-            list(source.documents(piece))
-    # Without its end, or with another stream behind, it is one unit.
-    for data in (whole[:-5], whole + bz2.compress(b" "), whole + b"behind"):
-        dump.write_bytes(data)
-        assert [(piece.start, piece.end) for piece in source.inputs(40_000)] == [(0, None)]
-    assert dump.is_file()
-
-
 def test_errors_name_an_index_that_does_not_fit(tmp_path: Path) -> None:
     dump, index, offsets = multistream(tmp_path)
     source = Mediawiki(path=str(dump))

@@ -305,6 +305,25 @@ def test_a_dry_run_refuses_the_models_that_the_run_refuses(
         file.write_text(yaml.safe_dump({"runs": [entry]}), encoding="utf-8")
         code, _, err = distil("recipe", file, "--dry-run")
         assert code == 2 and message in err, err
+    # What a head needs: its classes by their names, and a file of logits that is one.
+    names = {i: f"LABEL_{i}" for i in range(3)}
+    task_data.save_model(tmp_path / "nameless", "bert", "classification", id2label=names)
+    task_data.save_model(tmp_path / "good", "bert", "classification")
+    (tmp_path / "junk").write_bytes(b"x" * 99)
+    junk = {**task, "task": {**task["task"], "logits": str(tmp_path / "junk")}}
+    for config, teacher, message in (
+        (task, "nameless", "its config.json names no classes"),
+        (junk, "good", "is not a safetensors file"),
+    ):
+        entry = {**config, "teacher": str(tmp_path / teacher)}
+        file.write_text(yaml.safe_dump(entry), encoding="utf-8")
+        for options in (["--dry-run"], []):
+            code, out, err = distil("pretrain", file, *options)
+            assert code == 2 and message in err, (options, out + err)
+    # Shards of another kind are the run's to refuse.
+    entry = {**task, "shards": values["shards"], "teacher": str(tmp_path / "out")}
+    file.write_text(yaml.safe_dump(entry), encoding="utf-8")
+    assert [distil("pretrain", file, *more).code for more in (["--dry-run"], [])] == [0, 2]
     file.write_text(yaml.safe_dump({**distilled, "teacher": str(tmp_path / "out")}))
     code, out, err = distil("pretrain", file, "--dry-run")
     assert code == 0, out + err

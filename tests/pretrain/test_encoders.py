@@ -95,14 +95,23 @@ def test_pairs_are_read_from_csv_tsv_and_sts_b(tmp_path: Path) -> None:
     [
         (b'a,"b,1\nc,d,2\ne,f"g,3\n', "correct its quotation marks"),
         (b"a,b,1\nc,d\n", "line 3 has 2 columns"),
+        (b"a,b,1\nc,d,1_000\n", "'score' is '1_000', not a number"),
         ("a,\u00e9,1\n".encode("latin-1"), "cannot be read"),
     ],
-    ids=["quotes", "columns", "latin-1"],
+    ids=["quotes", "columns", "score", "latin-1"],
 )
 def test_a_damaged_table_of_pairs_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.csv").write_bytes(b"sentence1,sentence2,score\n" + content)
     with pytest.raises(CorpusError, match=message):
         read_pairs(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("text", [None, 7, ["a"]])
+def test_a_pair_of_something_else_than_texts_is_refused(tmp_path: Path, text: Any) -> None:
+    record = {"sentence1": text, "sentence2": "b", "score": 1}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    with refused("each sentence a text"):
+        read_pairs(tmp_path / "a.jsonl")
 
 
 def test_long_texts_and_records_of_pairs_are_read(tmp_path: Path) -> None:

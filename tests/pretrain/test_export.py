@@ -224,6 +224,8 @@ def test_what_a_killed_export_left_is_removed(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".tmp-exported-") and (left / "model.safetensors").exists()
+    old = left.stat().st_mtime - 60
+    os.utime(left, (old, old))
     others = [".tmp-exported", ".tmp-exported-mine", ".tmp-exported-2-01234567"]
     living = tmp_path / ".tmp-exported-01234567"
     for other in others:

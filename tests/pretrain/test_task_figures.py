@@ -13,7 +13,7 @@ from torchmetrics.functional.text.squad import squad
 
 from pretrain.monitor.figures import Figure, share
 from pretrain.scores import Measured, figures, retention
-from pretrain.suite import Scored, differences, sign
+from pretrain.suite import Scored, differences, figures_of, sign
 from pretrain.tasks.classification.class_metrics import of_classes, of_scores
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.token_classification.entities import Entity, counts, entities
@@ -246,3 +246,6 @@ def test_an_interval_of_few_examples_holds_the_true_score() -> None:
     found = figures(measured, "accuracy")
     assert found["score"] == found["accuracy"] == share(39 / 40, 40)
     assert found["mcc"] != found["accuracy"]
+    # In the table of a recipe, too.
+    table = {"model": {"t": [Scored(0, 39 / 40, measured, "accuracy")]}}
+    assert figures_of(table, None)["model"]["t"] == share(39 / 40, 40)

@@ -33,6 +33,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data_prep.shards import open_shards
 from data_prep.tokens import load
+from launch.stages.evaluate import measure
 from pretrain.contracts.batch import PLACES, Batch, apart
 from pretrain.contracts.terms import Encoded
 from pretrain.data.order import Order
@@ -440,6 +441,10 @@ def test_a_file_of_logits_is_none_of_another_kind(tmp_path: Path) -> None:
     for values, message in faults:
         save_file({**good, "train": values}, file, metadata=metadata)
         refused_with(file, str(file), message)
+    nameless = {key: value for key, value in metadata.items() if key != "teacher"}
+    for more, known in (({}, nameless), ({"test": good["train"]}, metadata)):
+        save_file({**good, **more}, file, metadata=known)
+        refused_with(file, str(file), "names no teacher, or has other splits than the shards")
     file.write_bytes(b"x" * 37)
     refused_with(file, str(file), "is not a safetensors file")
 
@@ -593,6 +598,9 @@ def test_a_run_is_scored_on_the_shards_that_it_was_trained_on(tmp_path: Path) ->
     task_data.make(tmp_path, "regression", train=str(data))
     with runs.refused(f"{run}: was not trained on the shards that {shards} holds now"):
         score_runs({"a": [run]}, "validation", print)
+    said: list[str] = []
+    measure([run], shards, None, False, None, say=said.append)
+    assert f"note: {run} was trained on other shards than {shards} holds now" in said
 
 
 @pytest.mark.parametrize(("family", "kind"), PAIRS)

@@ -2,7 +2,7 @@
 
 A cluster of duplicates keeps its first document. The smallest hash of its texts decides its split,
 so that no duplicate of a training text is in the validation split. A document that has alone more
-text than `validation` asks for is trained on, unless all have.
+text than `validation` asks for is trained on, unless the smaller ones have too little text.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
     items, cluster_of, near = _clusters(task.documents)
     is_duplicate = items != cluster_of
     keys: dict[int, bytes] = {}  # the smallest text hash of each cluster
-    total, largest, smallest = 0, (0, 0), math.inf  # bytes; bytes and document; bytes
+    total, largest = 0, (0, 0)  # bytes; bytes and document
+    # Bytes of the largest documents: no more can be above the share.
+    many = math.ceil(1 / task.validation) if task.validation else 0
+    large = np.empty(0, dtype=np.int64)
     for unit, (start, end) in zip(task.extracted, pairwise(task.bounds), strict=True):
         index, mine = read_index(unit), slice(*np.searchsorted(items, [start, end]))
         here, sizes = items[mine] - start, index["bytes"]
@@ -85,11 +88,10 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
         alive = np.flatnonzero(sizes >= 0)
         if len(alive):
             total += int(sizes[alive].sum())
-            smallest = min(smallest, int(sizes[alive].min()))
+            large = np.sort(np.concatenate([large, sizes[alive]]))[-many:] if many else large
             if (size := int(sizes.max())) > largest[0]:
                 largest = (size, start + int(sizes.argmax()))
-    most = task.validation * total
-    most = most if smallest <= most else math.inf
+    most = _most(total, large, task.validation)
     kept = held_out = 0
     extremes: list[tuple[float, int, int]] = []  # draw, unit, document: smallest and largest
     for number, (unit, start) in enumerate(zip(task.extracted, task.bounds[:-1], strict=True)):
@@ -136,6 +138,23 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
             }
         )
     return {"units": accounts, "bytes": total, "largest": largest}
+
+
+def _most(total: int, large: npt.NDArray[np.int64], share: float) -> float:
+    """Return the bytes of the largest document that may be held out.
+
+    Documents above the share are, the smallest first, until those that may be hold as much as is
+    asked for; one of more than half the text is not, where there are others.
+    """
+    most, above = share * total, large[large > share * total]
+    left = total - int(above.sum())
+    for size in above.tolist():
+        if left >= share * total:
+            break
+        if 2 * size > total and left:
+            break
+        most, left = size, left + size
+    return most
 
 
 def fates_file(folder: Path, unit: int) -> Path:
