@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_prep.messages import extra
+from data_prep.messages import extra, warn
 from data_prep.shards import Manifest, ShardSet, check, open_shards, read_listed
 from data_prep.shards.manifest import EXAMPLES, Split, texts_file
 from data_prep.tokens import of_shards
@@ -61,6 +61,7 @@ _SCORES = {
     "entity f1": ("entity f1",),
     "exact match": ("exact match",),
 }
+_FEW = 50  # examples
 _USUAL = {
     "classification": "accuracy",
     "regression": "pearson and spearman",
@@ -103,6 +104,8 @@ def evaluate_tasks(
         if name in found:
             continue
         measured = measure(name, open_shards(shards, split), same_vocabulary=same_vocabulary)
+        if measured.size < _FEW and not found:
+            warn(f"{shards}: {measured.size} examples of {split}: intervals of so few are wide")
         found[name] = figures(measured, metric_of(manifest))
         if name == teacher:
             theirs = measured
