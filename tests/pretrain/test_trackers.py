@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import warm
+from support.processes import wait_until
 from support.runs import history, start, write_yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
@@ -57,6 +59,9 @@ def test_both_trackers_get_the_metrics_and_a_resumed_run_goes_on(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     start(values, stop_after=2)
+    # W&B names a folder by the second, and would write the first one again.
+    begun = int(time.time())
+    wait_until(lambda: int(time.time()) > begun, lambda: "the clock stands still")
     start(values)
     expected = {e["step"]: e["kl"] for e in history(values["output"]) if e["kind"] == "train"}
     assert [*expected] == [1, 2, 3, 4]
