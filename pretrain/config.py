@@ -321,6 +321,11 @@ class RunConfig(Keys):
         """Return the file of the teacher's vectors or logits, where one is named."""
         return self.vectors or getattr(self.task, "logits", None)
 
+    @property
+    def answers_key(self) -> str:
+        """Return the key that names that file."""
+        return "task.logits" if self.vectors is None else "vectors"
+
     def with_train(self, **changes: Any) -> RunConfig:
         """Return this configuration with other values in its section `train`."""
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})

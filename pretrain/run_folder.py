@@ -66,8 +66,7 @@ def check_output(config: RunConfig) -> None:
                 f"output {output} {problem}, which the run only reads; set another `output:`"
             )
     if config.answers is not None:
-        key = "task.logits" if config.vectors is None else "vectors"
-        check_answers_path(key, config.answers, output, inputs)
+        check_answers_path(config.answers_key, config.answers, output, inputs)
     if not output.exists():
         return
     if not output.is_dir():
@@ -267,6 +266,12 @@ def recorded(folder: Path) -> RunConfig | None:
         return RunConfig.model_validate_json(data)
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def has_other_shards(run: Path, digest: str) -> bool:
+    """Return whether a run's newest checkpoint is of other shards than those with this digest."""
+    sealed = sealed_state(run)
+    return sealed is not None and sealed[1].get("shards") != digest
 
 
 def checkpoint_of(student: Path) -> Path | None:

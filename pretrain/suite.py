@@ -19,7 +19,7 @@ from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import Split
 from pretrain import RunError
 from pretrain.monitor.figures import RESAMPLES, Figure, interval, share
-from pretrain.run_folder import recorded, sealed_state
+from pretrain.run_folder import has_other_shards, recorded
 from pretrain.scores import Measured, load_for_task, measure, metric_of
 from pretrain.tasks.labelled import LabelledRows
 from pretrain.tasks.prediction import predict
@@ -61,8 +61,8 @@ def score_runs(
             task = config.shards.name
             if shards.setdefault(task, config.shards) != config.shards:
                 raise RunError(f"{run}: its shards {config.shards} are not {shards[task]}")
-            manifest, sealed = load_manifest(config.shards), sealed_state(Path(run))
-            if sealed is not None and sealed[1].get("shards") != manifest.digest:
+            manifest = load_manifest(config.shards)
+            if has_other_shards(Path(run), manifest.digest):
                 raise RunError(
                     f"{run}: was not trained on the shards that {config.shards} holds now; train "
                     "it again"

@@ -363,9 +363,9 @@ class Examples:
         if example.pair is not None and not second and kind != "question_answering":
             second = len(sequence) - 1  # an empty text: its part is the last special token
         # Only whether a tokenizer tells the second text by a type of its own is read later.
-        if any(encoding.type_ids) and encoding.type_ids != [
-            int(0 < second <= place) for place in range(len(sequence))
-        ]:
+        begins = second or len(sequence)
+        types = [0] * begins + [1] * (len(sequence) - begins)
+        if encoding.type_ids != types and any(encoding.type_ids):
             raise CorpusError(
                 f"{where}: {self.tokens.origin} gives tokens other types than 0, and 1 from the "
                 "second text on: choose another tokenizer"

@@ -65,8 +65,8 @@ class Cuts:
         pieces = source.cut(file, limit)
         if len(pieces) == 1 and file.size > _LONG:
             self._tell(
-                f"{one_line(file.path)}: {megabytes(file.size)} MB are one unit of work, because "
-                "they are one stream; of a dump take the multistream file and its index"
+                f"{one_line(file.path)}: {megabytes(file.size)} MB are one unit of work: "
+                "there is no place to cut; of a dump take the multistream file and its index"
             )
         if version:
             self._kept[key] = [

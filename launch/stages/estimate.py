@@ -125,18 +125,18 @@ def compare_models(config: RunConfig, made: Made) -> None:
     from pretrain.tasks.prediction import check_logits
 
     manifest = load_manifest(config.shards)
+    output = OUTPUTS.get(manifest.kind)
     for key, name in config.sources().items():
         folder, state, who = Path(name), None, f"{key} {name}"
         if (sealed := sealed_state(folder)) is not None:
             folder, state = sealed[0] / "student", sealed[1]
         if real(name) in made or not (folder / "config.json").is_file():
             continue
-        of_run = key == "teacher"
-        if not of_run or config.model is None:  # else its tokenizer may be any
-            same = of_run and config.teacher_vocabulary == "same"
+        is_teacher = key == "teacher"
+        if not is_teacher or config.model is None:  # else its tokenizer may be any
+            same = is_teacher and config.teacher_vocabulary == "same"
             check_fit(who, folder, manifest, shards=config.shards, required=not same)
-        output = OUTPUTS.get(manifest.kind)
-        if of_run and output and config.task.has_head and config.objective.soft_labels:
+        if is_teacher and output and config.task.has_head and config.objective.soft_labels:
             raw = config_of_head(who, folder, state, output)
             check_labels(who, labels_of(raw, output), manifest.labels)
     if config.vectors is None and config.answers is not None and config.answers.is_file():

@@ -20,6 +20,7 @@ from pretrain.run_folder import (
     MEASURED,
     check_model,
     check_source,
+    has_other_shards,
     recorded,
     sealed_state,
     teacher_of_runs,
@@ -156,9 +157,9 @@ def measure(
 
     quiet()
     for name in models if not data.is_file() else ():
-        config, sealed = recorded(Path(name)), sealed_state(Path(name))
+        config = recorded(Path(name))
         same = config is not None and real(config.shards) == real(data)
-        if same and sealed is not None and sealed[1].get("shards") != load_manifest(data).digest:
+        if same and has_other_shards(Path(name), load_manifest(data).digest):
             say(f"note: {name} was trained on other shards than {data} holds now")
     if not data.is_file() and load_manifest(data).has_labels:
         from pretrain.scores import MEANINGS, evaluate_tasks

@@ -361,8 +361,8 @@ def _inputs(run: Train) -> dict[str, str]:
 
 def _answers(config: RunConfig) -> dict[str, str]:
     """Return the digest of a run's file of a teacher's answers; it may have written it itself."""
-    file, key = config.answers, "task.logits" if config.vectors is None else "vectors"
-    return {key: hash_file(file)[0]} if file is not None and file.is_file() else {}
+    file = config.answers
+    return {config.answers_key: hash_file(file)[0]} if file is not None and file.is_file() else {}
 
 
 def num_parameters(sizes: Sizes, config: RunConfig) -> int:

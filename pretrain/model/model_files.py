@@ -27,10 +27,10 @@ from data_prep.disk.json_files import (
 )
 from data_prep.messages import first_line
 from data_prep.tokens.failures import as_value_errors
+from data_prep.tokens.loading import SETTINGS
 from pretrain import RunError
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
-SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 # Keys that make transformers import, fetch or replace code; a leading underscore hides none.
 _CODE = (
     *("auto_map", "attn_implementation", "experts_implementation", "custom_generate"),

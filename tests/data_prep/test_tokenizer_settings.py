@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,36 +86,35 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / kind
 
 
-def changed(folder: Path, file: str, key: str, value: Any) -> bytes | None:
-    """Change a key of a file; return what the file held."""
+@contextmanager
+def changed(folder: Path, file: str, key: str, value: Any) -> Iterator[None]:
+    """Change a key of a file, and give it back as it was."""
     path = folder / file
     before = path.read_bytes() if path.exists() else None
     values = json.loads(before) if before else {}
     path.write_text(json.dumps({**values, key: value}), encoding="utf-8")
-    return before
+    yield
+    if before is None:
+        path.unlink()
+    else:
+        path.write_bytes(before)
 
 
 def test_settings_that_contradict_are_refused(folder: Path) -> None:
     for file, key, value in REFUSED[folder.name]:
-        before = changed(folder, file, key, value)
-        with pytest.raises(CorpusError, match=r"contradicts tokenizer\.json"):
+        with (
+            changed(folder, file, key, value),
+            pytest.raises(CorpusError, match=r"contradicts tokenizer\.json"),
+        ):
             load(folder)
-        if before is None:
-            (folder / file).unlink()
-        else:
-            (folder / file).write_bytes(before)
     load(folder)
 
 
 @pytest.mark.skipif(__version__ < "5", reason="version 4 reads tokenizer.json alone")
 def test_other_settings_are_read_as_transformers_reads_them(folder: Path) -> None:
     for file, key, value in READ:
-        before = changed(folder, file, key, value)
-        theirs = AutoTokenizer.from_pretrained(folder)
-        ours = load(folder).backend
+        with changed(folder, file, key, value):
+            theirs = AutoTokenizer.from_pretrained(folder)
+            ours = load(folder).backend
         for text in TEXTS:
             assert ours.encode(text).ids == theirs(text)["input_ids"][:], (file, key, value)
-        if before is None:
-            (folder / file).unlink()
-        else:
-            (folder / file).write_bytes(before)

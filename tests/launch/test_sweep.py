@@ -87,6 +87,13 @@ def table(folder: str) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["figure"], row["entry"]): row for row in csv.DictReader(lines)}
 
 
+def wait_for_a_step_of_both(output: str, process: warm.Process) -> None:
+    """Wait until the runs of both seeds have written metrics."""
+    logs = [Path(f"{output}-seed{seed}/metrics.jsonl") for seed in (0, 1)]
+    started = lambda: all(log.exists() and log.stat().st_size for log in logs)  # noqa: E731
+    wait_until(started, lambda: "no step was made", alive=lambda: process.poll() is None)
+
+
 def test_a_swept_student_has_the_teacher_of_its_seed_and_the_table_is_right(
     distil: Distil, recipe: dict[str, Any]
 ) -> None:
@@ -271,9 +278,7 @@ def test_an_interrupted_sweep_continues_to_the_same_figures(
     recipe["runs"][0]["output"] = "again"
     argv = ("-m", "launch", "recipe", write(recipe))
     with warm.Process(*argv, stdout=subprocess.DEVNULL) as process:
-        logs = [Path(f"again-seed{seed}/metrics.jsonl") for seed in (0, 1)]
-        started = lambda: all(log.exists() and log.stat().st_size for log in logs)  # noqa: E731
-        wait_until(started, lambda: "no step was made", alive=lambda: process.poll() is None)
+        wait_for_a_step_of_both("again", process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=600) == 75
     assert not [*Path().glob("again-*/result.json")] and not Path("again/table.csv").exists()
@@ -307,9 +312,7 @@ def test_runs_of_a_killed_sweep_end_and_the_same_command_continues(
     recipe["runs"][0] |= {"keep_weights": False, "at_once": 2, "train": {"max_steps": 80}}
     argv = ("-m", "launch", "recipe", write(recipe))
     with warm.Process(*argv, stdout=subprocess.DEVNULL) as process:
-        logs = [Path(f"teacher-seed{seed}/metrics.jsonl") for seed in (0, 1)]
-        started = lambda: all(log.exists() and log.stat().st_size for log in logs)  # noqa: E731
-        wait_until(started, lambda: "no step was made", alive=lambda: process.poll() is None)
+        wait_for_a_step_of_both("teacher", process)
         process.send_signal(signal.SIGKILL)
         assert process.wait(timeout=600) == -signal.SIGKILL
     saved = lambda: len([*Path().glob("teacher-*/checkpoints/step-*/manifest.json")]) == 2  # noqa: E731
