@@ -309,7 +309,7 @@ def test_runs_of_a_killed_sweep_end_and_the_same_command_continues(
     distil: Distil, recipe: dict[str, Any]
 ) -> None:
     del recipe["runs"][1]
-    recipe["runs"][0] |= {"keep_weights": False, "at_once": 2, "train": {"max_steps": 80}}
+    recipe["runs"][0] |= {"keep_weights": False, "at_once": 2, "train": {"max_steps": 300}}
     argv = ("-m", "launch", "recipe", write(recipe))
     with warm.Process(*argv, stdout=subprocess.DEVNULL) as process:
         wait_for_a_step_of_both("teacher", process)
@@ -320,9 +320,9 @@ def test_runs_of_a_killed_sweep_end_and_the_same_command_continues(
     states = [
         json.loads(path.read_bytes()) for path in Path().glob("teacher-*/checkpoints/*/state.json")
     ]
-    assert all(0 < state["step"] < 80 for state in states)
+    assert all(0 < state["step"] < 300 for state in states)
     wait_until(lambda: distil("recipe", "recipe.yaml").code == 0, lambda: "they stay locked")
-    assert {last_figures(f"teacher-seed{seed}")["step"] for seed in (0, 1)} == {80}
+    assert {last_figures(f"teacher-seed{seed}")["step"] for seed in (0, 1)} == {300}
 
 
 @pytest.mark.parametrize(
