@@ -305,6 +305,7 @@ def test_a_file_of_logits_that_was_replaced_is_no_finished_sweep(
     assert code == 2 and "task.logits is another one" in err, out + err
 
 
+@pytest.mark.slow
 def test_runs_of_a_killed_sweep_end_and_the_same_command_continues(
     distil: Distil, recipe: dict[str, Any]
 ) -> None:
