@@ -1,12 +1,15 @@
 """Test sweeps: runs, their table against numbers of scipy, continued, and mistakes."""
 
 import csv
+import itertools
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -92,6 +95,16 @@ def wait_for_a_step_of_both(output: str, process: warm.Process) -> None:
     logs = [Path(f"{output}-seed{seed}/metrics.jsonl") for seed in (0, 1)]
     started = lambda: all(log.exists() and log.stat().st_size for log in logs)  # noqa: E731
     wait_until(started, lambda: "no step was made", alive=lambda: process.poll() is None)
+
+
+def writers(log: Path) -> list[int]:
+    """Return the processes whose output goes to a file."""
+    found = []
+    for output in Path("/proc").glob("[0-9]*/fd/1"):
+        with suppress(OSError):  # ended
+            if output.resolve() == log.resolve():
+                found.append(int(output.parts[2]))
+    return found
 
 
 def test_a_swept_student_has_the_teacher_of_its_seed_and_the_table_is_right(
@@ -312,10 +325,27 @@ def test_runs_of_a_killed_sweep_end_and_the_same_command_continues(
     del recipe["runs"][1]
     recipe["runs"][0] |= {"keep_weights": False, "at_once": 2, "train": {"max_steps": 300}}
     argv = ("-m", "launch", "recipe", write(recipe))
-    with warm.Process(*argv, stdout=subprocess.DEVNULL) as process:
-        wait_for_a_step_of_both("teacher", process)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(timeout=600) == -signal.SIGKILL
+    stopped: dict[int, list[int]] = {}  # by seed: the first run must not end before the second's
+
+    def both_have_begun() -> bool:
+        for seed in (0, 1):
+            run = Path(f"teacher-seed{seed}")
+            log = run / "metrics.jsonl"
+            # The first line is of step 0.
+            if seed not in stopped and log.exists() and log.read_bytes().count(b"\n") > 1:
+                stopped[seed] = writers(run / "logs/sweep.log")
+                for pid in stopped[seed]:
+                    os.kill(pid, signal.SIGSTOP)
+        return len(stopped) == 2
+
+    try:
+        with warm.Process(*argv, stdout=subprocess.DEVNULL) as process:
+            wait_until(both_have_begun, lambda: stopped, alive=lambda: process.poll() is None)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(timeout=600) == -signal.SIGKILL
+    finally:
+        for pid in itertools.chain(*stopped.values()):
+            os.kill(pid, signal.SIGCONT)
     saved = lambda: len([*Path().glob("teacher-*/checkpoints/step-*/manifest.json")]) == 2  # noqa: E731
     wait_until(saved, lambda: "the runs go on")
     states = [
