@@ -70,6 +70,11 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
         if path.suffix == ".json":
             return _from_json(path, {})
         return word_piece(read_vocabulary(path), origin=str(path))
+    if path.is_dir():
+        raise CorpusError(
+            f"{path}: no tokenizer.json and no vocab.txt: write them with transformers, "
+            f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+        )
     refuse_path(spec)
 
     # Seconds to import, and workers never need them.

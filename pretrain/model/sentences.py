@@ -58,11 +58,25 @@ _TYPES = {
 }
 _MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
 _VECTOR = (None, "sentence_embedding")
+# Keys that a file may hold with this value alone: another one gives other vectors.
+_FIXED: dict[str, dict[str, Any]] = {
+    "config_sentence_transformers.json": {
+        "model_type": "SentenceTransformer",
+        "truncate_dim": None,
+    },
+    "sentence_bert_config.json": {
+        "transformer_task": "feature-extraction",
+        "modality_config": {
+            "text": {"method": "forward", "method_output_name": "last_hidden_state"}
+        },
+        "module_output_name": "token_embeddings",
+    },
+}
 # Keys of a module's config.json that change no vector here, or that are read below.
 _KNOWN = {
     "sentence_bert_config.json": {
-        *("max_seq_length", "do_lower_case", "transformer_task", "modality_config"),
-        *("module_output_name", "unpad_inputs"),
+        *_FIXED["sentence_bert_config.json"],
+        *("max_seq_length", "do_lower_case", "unpad_inputs"),
     },
     "Pooling": {
         *("word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"),
@@ -85,8 +99,9 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
         RunError: a module is of a kind that is not supported, or cannot be read; or a setting would
             give other vectors.
     """
-    prompts = folder / "config_sentence_transformers.json"
-    settings = _object(who, prompts) if os.path.lexists(prompts) else {}
+    path = folder / "config_sentence_transformers.json"
+    settings = _object(who, path) if os.path.lexists(path) else {}
+    _refuse_others(who, path.name, settings)
     name, known = settings.get("default_prompt_name"), settings.get("prompts")
     if name and not (isinstance(known, dict) and known.get(name) == ""):
         raise RunError(
@@ -251,6 +266,10 @@ def _dense(who: str, folder: Path, width: int) -> tuple[Tensor, Tensor | None, s
     if weight is None or weight.dim() != 2 or weight.shape[1] != width:
         raise RunError(f"{who}: its linear.weight does not take vectors of {width}")
     size = len(weight)
+    if (settings.get("in_features", width), settings.get("out_features", size)) != (width, size):
+        raise RunError(
+            f"{who}: its linear.weight is {size} by {width}, not as its config.json says"
+        )
     wanted = [size] if settings.get("bias", True) else None
     if (None if bias is None else list(bias.shape)) != wanted:
         raise RunError(
@@ -267,6 +286,7 @@ def _longest(who: str, folder: Path) -> int | None:
     for path in sorted(folder.glob("sentence_*_config.json")):
         settings = _object(who, path)
         _refuse_unknown(f"{who}: {path.name}", "sentence_bert_config.json", settings)
+        _refuse_others(who, "sentence_bert_config.json", settings)
         longest = settings.get("max_seq_length")
         if settings.get("do_lower_case") and not _lowers(who, folder):
             raise RunError(
@@ -292,6 +312,16 @@ def _refuse_other_inputs(who: str, settings: Mapping[str, Any]) -> None:
     """Refuse a module that reads or writes something else than a sentence's vector."""
     if any(settings.get(f"module_{end}_name") not in _VECTOR for end in ("input", "output")):
         raise RunError(f"{who}: it does not map a sentence's vector; take another model")
+
+
+def _refuse_others(who: str, file: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a key of a file that must have one value."""
+    for key, value in _FIXED[file].items():
+        if (found := settings.get(key, value)) != value:
+            raise RunError(
+                f"{who}: its {file} sets {key} to {one_line(json.dumps(found), 60)}; "
+                f"supported is {json.dumps(value)}; take another model"
+            )
 
 
 def _refuse_unknown(who: str, kind: str, settings: Mapping[str, Any]) -> None:

@@ -118,3 +118,16 @@ def test_other_settings_are_read_as_transformers_reads_them(folder: Path) -> Non
             ours = load(folder).backend
         for text in TEXTS:
             assert ours.encode(text).ids == theirs(text)["input_ids"][:], (file, key, value)
+
+
+@pytest.mark.parametrize("folder", ["roberta"], indirect=True)
+def test_the_advice_for_a_folder_without_tokenizer_json_can_be_followed(folder: Path) -> None:
+    """Old folders of RoBERTa have vocab.json and merges.txt alone."""
+    wanted = [load(folder).backend.encode(text).ids for text in TEXTS]
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_bytes((folder.parent / "words" / name).read_bytes())
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CorpusError, match=r"no tokenizer\.json and no vocab\.txt: write them"):
+        load(folder)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    assert [load(folder).backend.encode(text).ids for text in TEXTS] == wanted
