@@ -20,8 +20,6 @@ EXTRAS = {
     "onnx": ["onnx>=1.19,<2", "onnxruntime>=1.22,<2", "onnxscript>=0.5,<1"],
     "ray": ["ray>=2.30,<3"],
     "s3": ["s3fs"],
-    # Figures of tasks.
-    "tasks": ["scikit-learn>=1.5,<2", "scipy>=1.13,<2"],
     "trackers": ["tensorboard>=2.15", "wandb>=0.19,<1"],
     "vectors": ["sentence-transformers>=5,<7"],
     "deepspeed": ["deepspeed>=0.16"],
@@ -106,10 +104,11 @@ setup(
             "pytest-xdist>=3.5",
             "ray>=2.30,<3",
             "ruff>=0.9",
+            "scikit-learn>=1.5",
+            "scipy>=1.13",
             *EXTRAS["vectors"],
             "seqeval>=1.2",
             "setuptools>=68",
-            *EXTRAS["tasks"],
             "torchmetrics>=1.4",
             *EXTRAS["trackers"],
             # torch brings it where it is built for GPUs; the tests interpret the kernels without.

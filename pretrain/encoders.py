@@ -24,8 +24,9 @@ from pretrain.model.model_files import read_tokenizer
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.teacher import Teacher
-from pretrain.monitor.figures import Figure, interval, resamples
+from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
+from pretrain.tasks.classification.class_metrics import pearson, places, ranks, spearman
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 FEWEST_PAIRS = 5
@@ -202,17 +203,23 @@ def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
     s, t = ours @ ours.T, theirs @ theirs.T
 
     first, second = np.triu_indices(len(ours), 1)
+    orders = [places(cosines[first, second]) for cosines in (s, t)]
 
     def of_pairs(drawn: NDArray[np.int64]) -> float:
-        a, b = drawn[first], drawn[second]
-        different = a != b  # a text that was drawn twice is not a pair
-        return spearman(s[a[different], b[different]], t[a[different], b[different]])
+        # A text that was drawn twice makes each of its pairs twice, and is no pair with itself.
+        num = np.bincount(drawn, minlength=len(ours))
+        times = (num[first] * num[second]).astype(np.float64)
+        if not times.any():  # one text alone
+            return np.nan
+        both = [ranks(order, times) for order in orders]
+        (xx, xy), (_, yy) = np.cov(both, bias=True, aweights=times)
+        return float(xy / np.sqrt(xx * yy))
 
     found["similarity"] = of_items(of_pairs, len(ours))
     np.fill_diagonal(s, -np.inf)
     np.fill_diagonal(t, -np.inf)
     same = s.argmax(1) == t.argmax(1)
-    found["neighbour"] = of_items(lambda drawn: float(same[drawn].mean()), len(ours))
+    found["neighbour"] = share(float(same.mean()), len(ours))
     return found
 
 
@@ -249,22 +256,6 @@ def unit(vectors: Vectors) -> NDArray[np.float64]:
         np.linalg.norm(wide, axis=1, keepdims=True), 1e-12
     )
     return found
-
-
-def pearson(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    """Return the correlation coefficient of two samples."""
-    return float(np.corrcoef(x, y)[0, 1])
-
-
-def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    """Return the correlation coefficient of the ranks; equal values share their mean rank."""
-
-    def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-        found: NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[place]
-        return found
-
-    return pearson(ranks(x), ranks(y))
 
 
 def evaluate_encoders(

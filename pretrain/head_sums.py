@@ -92,15 +92,16 @@ class HeadSums:
 
     def figures(self) -> dict[str, Figure]:
         """Return the mean of each figure with its interval, in the order of `MEANINGS`."""
-        drawn_SR = np.stack(
-            [np.bincount(some, minlength=self._num_rows) for some in resamples(self._num_rows)]
-        )
+        drawn: dict[str, list[float]] = {name: [] for name in self._sums}
+        for some in resamples(self._num_rows):
+            times_R = np.bincount(some, minlength=self._num_rows)
+            for name, (sums_R, counts_R) in self._sums.items():
+                with np.errstate(invalid="ignore"):  # a resample without such a token
+                    drawn[name].append((times_R @ sums_R) / (times_R @ counts_R))
         found = {}
         for name in sorted(self._sums, key=_place):
             sums_R, counts_R = self._sums[name]
-            with np.errstate(invalid="ignore"):  # a resample without such a token
-                drawn_S = (drawn_SR @ sums_R) / (drawn_SR @ counts_R)
-            found[name] = interval(float(sums_R.sum() / counts_R.sum()), drawn_S)
+            found[name] = interval(float(sums_R.sum() / counts_R.sum()), drawn[name])
             if name == "loss":
                 with np.errstate(over="ignore"):  # a diverged model's is infinite
                     perplexity = np.exp([x for x in found["loss"] if x is not None])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_prep.messages import extra, warn
+from data_prep.messages import warn
 from data_prep.shards import Manifest, ShardSet, check, open_shards, read_listed
 from data_prep.shards.manifest import EXAMPLES, Split, texts_file
 from data_prep.tokens import of_shards
@@ -116,10 +116,6 @@ def evaluate_tasks(
 
 def measure(name: str, shards: ShardSet, *, same_vocabulary: bool = False) -> Measured:
     """Return what a model predicts on a split; see `evaluate_tasks`."""
-    try:
-        import sklearn  # noqa: F401
-    except ImportError:
-        raise RunError(f"tasks are measured by scikit-learn: {extra('tasks')}") from None
     rows, manifest = LabelledRows(shards), shards.manifest
     if rows.kind == "similarity":
         guesses = cosines(load_encoder(name), texts_of(shards))

@@ -18,9 +18,10 @@ from pretrain import RunError
 from pretrain.contracts.batch import IGNORE
 from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vectors_of
-from pretrain.encoders import FEWEST_PAIRS, pearson, scored_pairs, unit, validation_texts
+from pretrain.encoders import FEWEST_PAIRS, scored_pairs, unit, validation_texts
 from pretrain.monitor.figures import Figure, interval, resamples
 from pretrain.scores import check_file_fits, logits_of_file, measured_by, metric_of
+from pretrain.tasks.classification.class_metrics import pearson
 from pretrain.tasks.labelled import LabelledRows
 
 ROWS = 2000  # documents, or pairs

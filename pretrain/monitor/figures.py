@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-RESAMPLES = 200  # of a bootstrap
+RESAMPLES = 1000  # of a bootstrap
 # Figures of a line of training that the machine and the hour decide.
 RATES = ("time", "elapsed", "memory", "tokens_per_second", "data_wait", "cpu_seconds")
 
 _TERMS = {
     "cosine": "1 - cos",  # the term is a distance: 0 is best
     "loss": "weighted loss",  # what training minimises
+    "majority": "accuracy of the most frequent class alone",
+    "mcc": "Matthews' correlation",
 }
 _OF_HEAD = {"loss": "masked cross-entropy"}  # of validation, where an LM head is trained
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -374,6 +375,26 @@ def correct_term() -> SignalTerm:
         return (student.task_logits.argmax(-1) == labels).float().sum()
 
     return SignalTerm("accuracy", constant(0.0), "labelled", total, False)
+
+
+def chosen_terms(num: int) -> list[SignalTerm]:
+    """Return for each of `num` classes how often it is chosen for a labelled example."""
+
+    def total(
+        number: int,
+        student: Encoded,
+        teacher: Encoded | None,
+        batch: Batch,
+        adapters: nn.ModuleDict,
+    ) -> Tensor:
+        assert student.task_logits is not None
+        labelled = batch.labels["class"] != IGNORE
+        return ((student.task_logits.argmax(-1) == number) & labelled).float().sum()
+
+    return [
+        SignalTerm(f"chosen {i}", constant(0.0), "labelled", partial(total, i), False)
+        for i in range(num)
+    ]
 
 
 def _labelled(columns: Mapping[str, Any]) -> Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from data_prep.shards import Manifest, ShardSet
     from pretrain.config import RunConfig
+    from pretrain.contracts.batch import Batch
     from pretrain.model.families import MaskedLM
     from pretrain.tasks.transfer import Transfer
 
@@ -161,9 +162,17 @@ class LabelledTask(Task):
     def measure(
         self, examples: Examples, validation: ShardSet, terms: Sequence[Term], *, teacher: bool
     ) -> Measure:
-        """Measure the terms on validation rows, and the share of right labels."""
+        """Measure the terms on validation rows, and the share of right labels.
+
+        Of classes also Matthews' correlation, and the share of the most frequent class.
+        """
+        import numpy as np
+        import torch
+
+        from pretrain.contracts.batch import IGNORE
         from pretrain.objectives.finetune import labels_term
-        from pretrain.tasks.labelled import LabelledRows, correct_term
+        from pretrain.tasks.classification.class_metrics import matthews
+        from pretrain.tasks.labelled import LabelledRows, chosen_terms, correct_term
 
         found = LabelledRows(validation, self.logits)
         if not teacher and self.logits is None and "probs" not in found.columns:
@@ -175,14 +184,31 @@ class LabelledTask(Task):
         if not guesses or ("label" not in found.columns and "tags" not in found.columns):
             return own
         correct = correct_term()
+        chosen = chosen_terms(len(found.names)) if "label" in found.columns else []
+
+        def classes(batch: Batch) -> Tensor:
+            labels = batch.labels["class"]
+            return torch.bincount(labels[labels != IGNORE].long(), minlength=len(chosen))
 
         def figures(
             totals: Mapping[str, float], counts: Mapping[str, float], tally: Any, step: int
         ) -> dict[str, float]:
-            share = totals[correct.name] / max(counts[correct.over], 1.0)
-            return {**own.figures(totals, counts, tally, step), "accuracy": share}
+            count, right = max(counts[correct.over], 1.0), totals[correct.name]
+            shares = {"accuracy": right / count}
+            if chosen:
+                each = np.array([totals[term.name] for term in chosen])
+                shares["majority"] = float(tally.max()) / count
+                shares["mcc"] = matthews(tally.numpy(), each, right)
+            return {**own.figures(totals, counts, tally, step), **shares}
 
-        return Measure(found, [*terms, correct], figures, self.counts)
+        return Measure(
+            found,
+            [*terms, correct, *chosen],
+            figures,
+            self.counts,
+            tally=classes if chosen else None,
+            tallies=len(chosen),
+        )
 
     def trained(self, objective: Objective) -> str:
         """Return how a model without a teacher was trained, for the card."""

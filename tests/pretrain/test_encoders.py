@@ -15,14 +15,16 @@ from data_prep import CorpusError
 from pretrain.encoders import (
     compare_vectors,
     compare_with_scores,
+    correlation,
     encode,
     read_pairs,
-    spearman,
     untrained,
     validation_texts,
 )
 from pretrain.evaluate import UNTRAINED
 from pretrain.export.export import export
+from pretrain.monitor.figures import resamples
+from pretrain.tasks.classification.class_metrics import pearson, spearman
 
 Distil = Callable[..., Any]
 
@@ -42,6 +44,13 @@ def test_figures_are_those_of_naive_loops() -> None:
     assert found["cosine"].value == pytest.approx(np.mean([s[i] @ t[i] for i in range(12)]))
     rank = stats.spearmanr([s[i] @ s[j] for i, j in pairs], [t[i] @ t[j] for i, j in pairs])
     assert found["similarity"].value == pytest.approx(rank.statistic)
+    # A text that is drawn twice makes no pair with itself.
+    first, second, drawn = *np.tril_indices(12, -1), []
+    for texts in resamples(12):
+        a, b = texts[first], texts[second]
+        both = [(v @ v.T)[a[a != b], b[a != b]] for v in (s, t)]
+        drawn.append(stats.spearmanr(*both).statistic)
+    assert found["similarity"][1:] == pytest.approx(np.percentile(drawn, [2.5, 97.5]))
     assert found["neighbour"].value == same / 12
     assert all(figure.low <= figure.value <= figure.high for figure in found.values())
     assert "cosine" not in compare_vectors(student[:, :3], teacher)  # no common space
@@ -61,7 +70,7 @@ def test_an_interval_holds_the_true_value_as_often_as_it_says() -> None:
         first = np.concatenate([x, np.ones((60, 1))], 1).astype(np.float32)
         second = np.tile(np.array([[1.0, 0.0]], dtype=np.float32), (60, 1))
         cosines = first[:, 0] / np.linalg.norm(first, axis=1)
-        found = compare_with_scores(first, second, y)["pearson"]
+        found = correlation(pearson, first, second, y)
         assert found.value == pytest.approx(np.corrcoef(cosines, y)[0, 1])
         hits += found.low <= 0.481 <= found.high  # of the cosines, from 10^7 draws
     assert 85 <= hits <= 100

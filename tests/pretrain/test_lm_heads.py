@@ -90,7 +90,7 @@ def test_figures_and_intervals_equal_those_of_a_plain_loop(tmp_path: Path, corpu
     assert said == [f"{sum(len(row['loss']) for row in rows)} masked tokens of {corpus}"]
     assert found[names[0]].keys() == expected.keys()
     draw = np.random.default_rng(0)
-    drawn = [means([rows[i] for i in draw.integers(ROWS, size=ROWS)]) for _ in range(200)]
+    drawn = [means([rows[i] for i in draw.integers(ROWS, size=ROWS)]) for _ in range(1000)]
     for name, figure in found[names[0]].items():
         low, high = np.percentile([one[name] for one in drawn if name in one], [2.5, 97.5])
         known = (expected[name], min(low, expected[name]), max(high, expected[name]))

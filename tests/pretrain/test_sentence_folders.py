@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.tiny import VOCABULARY, tiny_bert
-from test_vectors import tokenizer
+from support.tiny import VOCABULARY, tiny_bert, word_tokenizer
 
 from pretrain import RunError
 from pretrain.encoders import load_encoder
@@ -73,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(4)
     place = tmp_path_factory.mktemp("sentences")
     tiny_bert(2).base_model.save_pretrained(place / "inner")
-    tokenizer().save_pretrained(place / "inner")
+    word_tokenizer().save_pretrained(place / "inner")
     parts = [
         modules.Transformer(str(place / "inner"), max_seq_length=8),
         Pooling(32, pooling_mode="mean"),

@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
 from seqeval.metrics import f1_score as seqeval_f1
-from sklearn.metrics import f1_score
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torchmetrics.functional.text.squad import squad
 
 from pretrain.monitor.figures import Figure, share
@@ -39,6 +40,25 @@ def test_a_constant_guess_has_the_value_of_the_definition(num: int) -> None:
     )  # two classes are never guessed
     nothing = of_classes(labels, np.zeros(4, dtype=np.int64), 2)
     assert nothing["f1"] == 0.0
+
+
+@pytest.mark.parametrize("num", [2, 3, 40])
+@pytest.mark.parametrize("size", [1, 7, 200_000])
+def test_figures_are_those_of_scikit_learn_and_scipy(num: int, size: int) -> None:
+    draw = np.random.default_rng(num)
+    labels = draw.integers(num, size=size)
+    chosen = np.where(draw.random(size) < 0.6, labels, draw.integers(num, size=size))
+    kind = {"labels": [1] if num == 2 else range(num), "average": "macro", "zero_division": 0}
+    wanted = {
+        "accuracy": accuracy_score(labels, chosen),
+        "f1": f1_score(labels, chosen, **kind),
+        "mcc": np.nan_to_num(matthews_corrcoef(labels, chosen)),
+    }
+    assert of_classes(labels, chosen, num) == pytest.approx(wanted)
+    if size > 1:  # the labels have ties
+        found = of_scores(labels.astype(float), chosen.astype(float))
+        both = (pearsonr(labels, chosen).statistic, spearmanr(labels, chosen).statistic)
+        assert (found["pearson"], found["spearman"]) == pytest.approx(both)
 
 
 def test_scores_by_their_definitions_and_constants() -> None:

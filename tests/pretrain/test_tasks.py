@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -620,6 +621,15 @@ def test_an_export_is_what_plain_transformers_loads_and_measures(
         evaluate_tasks([str(name)], shards)[str(name)] for name in (values["output"], folder)
     )
     assert run == exported
+    if kind == "classification":
+        last = [line for line in runs.history(values["output"]) if line["kind"] == "evaluation"][-1]
+        assert last["accuracy"] == run["accuracy"].value
+        assert last["mcc"] == pytest.approx(run["mcc"].value)
+        label = LabelledRows(open_shards(shards, "validation")).columns["label"]
+        assert last["majority"] == max(Counter(label.tolist()).values()) / len(label)
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        assert f"| accuracy of the most frequent class alone | {last['majority']:.4f} |" in card
+        assert f"| Matthews' correlation | {last['mcc']:.4f} |" in card
 
 
 def compare_with_raw_texts(tmp_path: Path, folder: Path, plain: Any, kind: str) -> None:

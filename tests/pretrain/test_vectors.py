@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 from support import warm
 from support.processes import ROOT, wait_until
 from support.runs import RECIPE, refused, start
-from support.tiny import VOCABULARY, tiny_bert
-from transformers import MPNetConfig, MPNetModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
+from support.tiny import VOCABULARY, tiny_bert, word_tokenizer
+from transformers import MPNetConfig, MPNetModel, Qwen3Config, Qwen3Model
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
@@ -67,26 +67,10 @@ def splits_of(shards: Path) -> dict[str, Segments]:
     return {name: Segments(open_shards(shards, name)) for name in load_manifest(shards).splits}
 
 
-def tokenizer(pad: str = "[PAD]", template: str = "[CLS] $A [SEP]") -> PreTrainedTokenizerFast:
-    """Return a tokenizer over the tiny vocabulary."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-
-    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCABULARY)}, "[UNK]"))
-    backend.normalizer = normalizers.Lowercase()
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=pad, mask_token="[MASK]", **names
-    )
-
-
 def save_model(folder: Path, kind: str) -> Path:
     """Write a sentence encoder of some kind, with random weights and its own prompts."""
     torch.manual_seed(4)
-    inner, words, pooling, normalised = tiny_bert(2).base_model, tokenizer(), "mean", True
+    inner, words, pooling, normalised = tiny_bert(2).base_model, word_tokenizer(), "mean", True
     sizes = {
         "vocab_size": len(VOCABULARY),
         "hidden_size": 24,
@@ -101,7 +85,7 @@ def save_model(folder: Path, kind: str) -> Path:
         words.model_input_names = ["input_ids", "attention_mask"]
     if kind == "decoder":  # the last token's state, of a text with [SEP] at its end
         config = Qwen3Config(**sizes, num_key_value_heads=1, head_dim=12, pad_token_id=0)
-        inner, words, pooling = Qwen3Model(config), tokenizer(template="$A [SEP]"), "lasttoken"
+        inner, words, pooling = Qwen3Model(config), word_tokenizer(template="$A [SEP]"), "lasttoken"
         words.model_input_names, words.padding_side = ["input_ids", "attention_mask"], "left"
     inner.save_pretrained(folder / "inner")
     words.save_pretrained(folder / "inner")

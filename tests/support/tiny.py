@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
 
 from pretrain.model.teacher import Teacher
 
@@ -71,6 +78,20 @@ def save_teacher(
 def as_teacher(model: BertForMaskedLM) -> Teacher:
     """Return a Teacher of a model that was never saved."""
     return Teacher(model=model, name="tiny", local=True, revision=None, sha256="0" * 64)
+
+
+def word_tokenizer(pad: str = "[PAD]", template: str = "[CLS] $A [SEP]") -> PreTrainedTokenizerFast:
+    """Return a tokenizer over the tiny vocabulary."""
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCABULARY)}, "[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=pad, mask_token="[MASK]", **names
+    )
 
 
 @torch.no_grad()
