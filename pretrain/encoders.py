@@ -26,7 +26,7 @@ from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
-from pretrain.tasks.classification.class_metrics import pearson, places, ranks, spearman
+from pretrain.tasks.task_metrics import pearson, places, ranks, spearman
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 FEWEST_PAIRS = 5

@@ -32,11 +32,11 @@ from pretrain.model.task_head import TaskHead, check_head, labels_of
 from pretrain.model.teacher import check_tokenizer
 from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
-from pretrain.tasks.classification.class_metrics import of_classes, of_scores
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_head_of
 from pretrain.tasks.prediction import by_length, predict
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.similarity.cosines import cosines
+from pretrain.tasks.task_metrics import of_classes, of_scores
 from pretrain.tasks.token_classification.entities import counts
 
 MEANINGS = {

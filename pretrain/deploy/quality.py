@@ -21,8 +21,8 @@ from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vector
 from pretrain.encoders import FEWEST_PAIRS, scored_pairs, unit, validation_texts
 from pretrain.monitor.figures import Figure, interval, resamples
 from pretrain.scores import check_file_fits, logits_of_file, measured_by, metric_of
-from pretrain.tasks.classification.class_metrics import pearson
 from pretrain.tasks.labelled import LabelledRows
+from pretrain.tasks.task_metrics import pearson
 
 ROWS = 2000  # documents, or pairs
 _PART = 4  # what a single group costs is measured on a quarter

@@ -171,8 +171,8 @@ class LabelledTask(Task):
 
         from pretrain.contracts.batch import IGNORE
         from pretrain.objectives.finetune import labels_term
-        from pretrain.tasks.classification.class_metrics import matthews
         from pretrain.tasks.labelled import LabelledRows, chosen_terms, correct_term
+        from pretrain.tasks.task_metrics import matthews
 
         found = LabelledRows(validation, self.logits)
         if not teacher and self.logits is None and "probs" not in found.columns:

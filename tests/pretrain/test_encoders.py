@@ -24,7 +24,7 @@ from pretrain.encoders import (
 from pretrain.evaluate import UNTRAINED
 from pretrain.export.export import export
 from pretrain.monitor.figures import resamples
-from pretrain.tasks.classification.class_metrics import pearson, spearman
+from pretrain.tasks.task_metrics import pearson, spearman
 
 Distil = Callable[..., Any]
 

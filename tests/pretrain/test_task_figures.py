@@ -15,8 +15,8 @@ from torchmetrics.functional.text.squad import squad
 from pretrain.monitor.figures import Figure, share
 from pretrain.scores import Measured, figures, retention
 from pretrain.suite import Scored, differences, figures_of, sign
-from pretrain.tasks.classification.class_metrics import of_classes, of_scores
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
+from pretrain.tasks.task_metrics import of_classes, of_scores
 from pretrain.tasks.token_classification.entities import Entity, counts, entities
 
 # Classes and scores
