@@ -243,8 +243,8 @@ class Training:
         text = f"  accuracy {values['accuracy']:.1%} (best constant "
         text += f"{values['constant_accuracy']:.1%}"
         if "teacher_accuracy" in values:
-            text += f", teacher {values['teacher_accuracy']:.1%})  kl {values['kl']:.3f}  "
-            text += f"agreement {values['agreement']:.1%}"
+            text += f", teacher {values['teacher_accuracy']:.1%} at {values['teacher_loss']:.3f})  "
+            text += f"kl {values['kl']:.3f}  agreement {values['agreement']:.1%}"
         else:
             text += ")"
         self.say(text)

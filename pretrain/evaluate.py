@@ -87,11 +87,11 @@ def evaluate(
             if len(some) == 0:  # more ranks than rows
                 continue
             batch = examples.batch(examples.rows(shards.rows(some), np.zeros_like(some), some))
-            if measure.tally is not None:
-                tally_X += measure.tally(batch)
             counts_C += torch.tensor([batch.counts[name] for name in measure.counts])
             _, values = module(batch.to(accelerator.device), ones)
             totals_T += values.cpu()  # device sync, once per batch
+            if measure.tally is not None:
+                tally_X += measure.tally(batch)
     student.train(was_training)
     module.adapters.train(was_training)
     if accelerator.num_processes > 1:

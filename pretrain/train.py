@@ -45,7 +45,6 @@ from pretrain.run import Ended, Run, build, write_checkpoint
 from pretrain.run_folder import check_output
 from pretrain.signals import Signals, stop_on_signal
 from pretrain.step import micro_batches, train_step
-from pretrain.tasks.mlm.head_figures import weak_teacher
 
 
 @dataclass(frozen=True)
@@ -239,8 +238,10 @@ def validate(run: Run) -> None:
     run.state.evaluation_step = run.state.step
     run.metrics.write("evaluation", run.state.step, run.state.evaluation)
     run.progress.evaluation(run.state.step, run.state.evaluation)
-    if run.state.step == 0 and (text := weak_teacher(run.state.evaluation)):
-        run.progress.say(f"warning: {text}")
+    if run.state.step == 0:
+        for text in run.measure.doubts(run.state.evaluation):
+            run.progress.say(f"warning: {text}")
+            run.notes += (text,) * (text not in run.notes)
 
 
 def save_checkpoint(run: Run, *, wait: bool) -> None:

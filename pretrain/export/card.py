@@ -15,7 +15,6 @@ from pretrain.monitor.figures import label
 from pretrain.monitor.tables import escaped, markdown, with_columns
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.objectives.objective import Objective
-from pretrain.tasks.mlm.head_figures import weak_teacher
 
 _FIGURES = {
     "loss": "masked cross-entropy (nats)",
@@ -219,7 +218,6 @@ def _figures(
             f"{evaluation['constant_accuracy']:.1%} of the cases; the frequencies of the training "
             f"tokens have a loss of {evaluation['unigram_loss']:.4f}.",
         ]
-        figures += [f"Warning: {text}"] if (text := weak_teacher(evaluation)) else []
     if evaluation and state["evaluation_step"] < state["step"]:
         figures.append(
             f"The weights are of step {state['step']:,}, which was not measured; `distil evaluate` "

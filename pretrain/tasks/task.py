@@ -269,8 +269,10 @@ class Measure:
     counts: Sequence[str]
     spread: bool = False  # take rows evenly from the split, not the first ones
     # `tallies` numbers that are counted on the host besides; summed over batches and ranks.
-    tally: Callable[[Batch], Tensor] | None = None
+    tally: Callable[[Batch], Tensor] | None = None  # called after the terms of the batch
     tallies: int = 0
+    # What screen and card should say about the figures before training.
+    doubts: Callable[[Mapping[str, float]], list[str]] = lambda figures: []
 
 
 def own_terms(

@@ -45,6 +45,7 @@ def test_the_short_demo_measures_four_models_once(tmp_path: Path, distil: Any) -
     arguments = ("demo", "--quick", "--output", tmp_path / "out")
     code, out, error = distil(*arguments)
     assert code == 0 and "the same size" in out and "next:" in out, error
+    assert "it was not trained on them" not in out + error
     rows = json.loads((tmp_path / "out" / "results.json").read_bytes())["rows"]
     assert [len(row) for row in rows] == [5] * 4 and rows[0][0] == "teacher"
     assert float(rows[0][2].rstrip("%")) > 40  # the shipped teacher, on rows that it never saw

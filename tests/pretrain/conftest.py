@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import shutil
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ import huggingface_hub
 import pytest
 import torch
 from support import runs
+from support.processes import ROOT
 from support.tiny import ROW_LENGTH, SPECIAL, VOCAB_SIZE, VOCABULARY, save_teacher
 from torch import Tensor
 
@@ -164,6 +166,19 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
     save_teacher(folder / "teacher")
     runs.start(run_config(folder / "run", folder / "teacher", **runs.RECIPE), stop_after=2)
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def reactions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a 12-layer BERT of 2020 in models/, and reactions (SMILES)."""
+    packed = ROOT.parent / "shared/data/rxn-bert.tar.xz"
+    if not packed.is_file():
+        pytest.skip("../shared/data/rxn-bert.tar.xz is not there")
+    folder = tmp_path_factory.mktemp("reactions")
+    with tarfile.open(packed) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
+    return folder
 
 
 @pytest.fixture

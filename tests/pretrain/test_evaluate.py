@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from support.runs import history, start
+from support.processes import ROOT
+from support.runs import history, start, write_yaml
 from support.said import Said
 from support.tiny import save_teacher, tiny_bert, tiny_distilbert
 from support.traps import edit
 
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
 from data_prep.shards import open_shards
 from pretrain.contracts.packing import block_diagonal_mask, find_documents
 from pretrain.evaluate import evaluate
@@ -90,6 +95,41 @@ def test_a_teacher_that_does_not_beat_the_frequencies_gives_a_warning(
     export(tmp_path / "run", tmp_path / "exported", pytest.fail)
     assert "no better than" in (tmp_path / "exported" / "README.md").read_text()
     assert weak_teacher({"teacher_loss": 2.0, "unigram_loss": 5.0}) == weak_teacher({}) == ""
+
+
+@pytest.mark.parametrize("loud", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_tokens_that_the_teacher_was_not_trained_on_are_named(
+    loud: bool,
+    reactions: Path,
+    tmp_path: Path,
+    run_config: Callable[..., dict[str, Any]],
+    distil: Callable[..., Any],
+) -> None:
+    """Cut reactions as the teacher's were, and as they should not be: whole bracket atoms."""
+    lines = (reactions / "rxn_uspto50k/reactions-train.rsmi").read_text().splitlines()
+    (tmp_path / "few.txt").write_text("\n".join(lines[:400]) + "\n")
+    (model,) = reactions.glob("models/*")
+    values = yaml.safe_load((ROOT / "configs/corpus-rxn.yaml").read_text())
+    values["tokenizer"]["vocab"] = str(model / "vocab.txt")
+    if loud:
+        pattern = r"\[[^\]]+\]|Br|Cl|>>|%[0-9]{2}|[A-Za-z0-9.=#()+\-/\\@*$:~?]"
+        values["tokenizer"]["pattern"] = pattern
+    values["sources"][0]["path"] = str(tmp_path / "few.txt")
+    values |= {"output": str(tmp_path / "shards"), "validation": 0.5, "workers": 1}
+    prepare(CorpusConfig.model_validate(values))
+    run = run_config(tmp_path / "run", model, student={"num_layers": 1})
+    run |= {"shards": str(tmp_path / "shards"), "teacher_vocabulary": "same"}
+    run["evaluation"] = {"rows": 32}
+    _, out, _ = distil("doctor", write_yaml(run))
+    said = [line for line in out.splitlines() if "teacher:" in line]
+    assert "ok    run: shards" in out and len(said) == loud, out
+    if loud:
+        found = re.fullmatch(
+            r"note  teacher: the teacher never guesses '>>'.* \((.*)% of the masked tokens\) and "
+            r"does worse there than .* not trained on them: is the text cut as its own was\?",
+            said[0],
+        )
+        assert found and 0.5 < float(found[1]) < 5
 
 
 def test_the_student_is_left_in_training_mode(corpus: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_finished_run_is_told_from_its_files(
     assert f"<td>{num:,} parameters" in shown_page
     assert f"<td>{statistics.median(speeds):,.0f} tokens/s" in shown_page
     state = json.loads((student.parent / "state.json").read_bytes())
-    for fact in (state["shards"][:16], state["teacher"]["sha256"][:16], *state["notes"]):
+    for fact in (state["shards"][:16], state["teacher"]["sha256"][:16], "; ".join(state["notes"])):
         assert f"<td>{html.escape(fact)}" in shown_page
     config = shown_page.partition("<h2>Config")[2].partition("</table>")[0]
     rows = dict(re.findall(r"<tr><td>([\w.]+)<td>([^<]*)", config))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.processes import ROOT
 from support.runs import history, refused, start
 from support.said import Said
 from support.tiny import as_teacher, save_teacher, tiny_bert
@@ -39,8 +40,7 @@ from pretrain.plan import default_layers
 
 MakeBert = Callable[..., BertForMaskedLM]
 AsTeacher = Callable[[BertForMaskedLM], Teacher]
-REAL = Path(__file__).parents[3] / "shared" / "data" / "rxn-bert.tar.xz"
-REAL_BODY = REAL.with_name("minilm-l6-body.tar.xz")
+REAL_BODY = ROOT.parent / "shared/data/minilm-l6-body.tar.xz"
 
 
 @pytest.fixture(scope="module")
@@ -409,20 +409,6 @@ def test_a_teacher_saved_by_an_old_version_is_loaded(
 # --- a real one ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def real_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a 12-layer BERT over reaction SMILES, in the format of 2020."""
-    if not REAL.is_file():
-        pytest.skip("../shared/data/rxn-bert.tar.xz is not there")
-    folder = tmp_path_factory.mktemp("rxn")
-    with tarfile.open(REAL) as archive:
-        members = [m for m in archive.getmembers() if m.name.startswith("models/")]
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)
-        archive.extractall(folder, members)
-    (found,) = folder.glob("models/*")
-    return found
-
-
 def fitting_manifest(manifest: Manifest, words: list[str], row_length: int) -> Manifest:
     special = SpecialIds(
         **{key: words.index(f"[{key.upper()}]") for key in ("pad", "unk", "cls", "sep", "mask")}
@@ -436,8 +422,9 @@ def fitting_manifest(manifest: Manifest, words: list[str], row_length: int) -> M
     return manifest.model_copy(update={"tokenizer": tokenizer, "row_length": row_length})
 
 
-def test_the_real_teacher(real_teacher: Path, manifest: Manifest, tmp_path: Path) -> None:
+def test_the_real_teacher(reactions: Path, manifest: Manifest, tmp_path: Path) -> None:
     """Load it, predict reactions, and build a student of six of its layers."""
+    (real_teacher,) = reactions.glob("models/*")
     words = (real_teacher / "vocab.txt").read_text().splitlines()
     fitting = fitting_manifest(manifest, words, 512)
     teacher = load_teacher(str(real_teacher), fitting)

@@ -15,54 +15,98 @@ import torch
 from torch import Tensor
 
 from data_prep.shards import ShardSet
+from data_prep.tokens import of_shards
 from pretrain.contracts.batch import IGNORE, Batch
 from pretrain.contracts.terms import Term, VocabularyTerm, constant
 from pretrain.objectives.vocabulary_terms import cross_entropy, kl_divergence
 from pretrain.tasks.mlm.examples import MaskedRows, evaluation_masking, special_ids
 from pretrain.tasks.task import Measure
 
+# A token that was masked so often, never guessed, and costs more than by its frequency, is one that
+# the teacher was not trained on. Of more than this share of the tokens users are told.
+_OFTEN, _UNTRAINED, _NAMED = 20, 0.005, 10
+
 
 def measure_head(validation: ShardSet, *, teacher: bool, probability: float = 0.15) -> Measure:
     """Return what is measured of an LM head.
 
     The figures are loss (nats) and accuracy; with a teacher also kl (nats, temperature 1),
-    agreement (same most likely token), teacher_accuracy and teacher_loss; the number of masked
-    tokens; and two baselines on the same positions: constant_accuracy, of the best constant answer
-    (the most frequent label), and unigram_loss (nats), of the token frequencies of the training
-    rows.
+    agreement (same most likely token), teacher_accuracy, teacher_loss, and teacher_untrained, the
+    share of tokens that it seems not to be trained on; the number of masked tokens; and two
+    baselines on the same positions: constant_accuracy, of the best constant answer (the most
+    frequent label), and unigram_loss (nats), of the token frequencies of the training rows.
 
     Args:
         validation: the split.
         teacher: whether there is one.
         probability: share of the tokens that is masked.
     """
-    terms = figures_of_head(with_teacher=teacher)
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []  # of the teacher, for the chunks of a batch
+    terms = figures_of_head(seen if teacher else None)
     size = validation.manifest.tokenizer.vocab_size
+    untrained: list[int] = []  # tokens, the most frequent first
 
     def tally(batch: Batch) -> Tensor:
-        # Counted on the host, before the copy to the device.
         labels = batch.labels["masked"]
-        return torch.bincount(labels[labels != IGNORE].long(), minlength=size)
+        counts_V = torch.bincount(labels[labels != IGNORE].long(), minlength=size).double()
+        if not teacher:
+            return counts_V
+        labels_N, right_N, loss_N = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
+        seen.clear()
+        of_teacher = [torch.bincount(labels_N, x.double(), size) for x in (right_N, loss_N)]
+        return torch.cat([counts_V, *of_teacher])
 
     def figures(
-        totals: Mapping[str, float], counts: Mapping[str, float], labels_V: Tensor, step: int
+        totals: Mapping[str, float], counts: Mapping[str, float], tally_X: Tensor, step: int
     ) -> dict[str, float]:
-        count = float(labels_V.sum())
+        labels_V, *of_teacher = tally_X.view(-1, size)
+        count, unigram_V = float(labels_V.sum()), unigram(validation)
         found = {
             **totals,
             "constant_accuracy": float(labels_V.max()),
-            "unigram_loss": float(labels_V @ unigram(validation)),
+            "unigram_loss": float(labels_V @ unigram_V),
         }
+        if of_teacher:
+            right_V, loss_V = of_teacher
+            never_V = (labels_V >= _OFTEN) & (right_V == 0) & (loss_V > labels_V * unigram_V)
+            order = labels_V.argsort(descending=True, stable=True)
+            untrained[:] = order[never_V[order]].tolist()
+            found["teacher_untrained"] = float(labels_V[never_V].sum())
         means = {name: total / max(count, 1.0) for name, total in found.items()}
         return {**means, "masked_tokens": count}
 
+    def doubts(figures: Mapping[str, float]) -> list[str]:
+        found = [weak_teacher(figures)]
+        if (share := figures.get("teacher_untrained", 0.0)) > _UNTRAINED:
+            backend = of_shards(validation.folder, validation.manifest).backend
+            names = [repr(backend.id_to_token(token)) for token in untrained[:_NAMED]]
+            found.append(
+                f"the teacher never guesses {', '.join(names)}{' ...' * (len(untrained) > _NAMED)} "
+                f"({share:.1%} of the masked tokens) and does worse there than the tokens' "
+                "frequencies, so it was not trained on them: is the text cut as its own was?"
+            )
+        return [text for text in found if text]
+
     # The same masks for every run, so that figures of two runs can be compared.
     examples = MaskedRows(validation, evaluation_masking(validation.manifest, probability))
-    return Measure(examples, terms, figures, ("tokens", "masked"), tally=tally, tallies=size)
+    tallies = size * (3 if teacher else 1)
+    counted = ("tokens", "masked")
+    return Measure(examples, terms, figures, counted, tally=tally, tallies=tallies, doubts=doubts)
 
 
-def figures_of_head(*, with_teacher: bool) -> list[Term]:
-    """Return what is measured at masked positions, as terms of weight 1."""
+def figures_of_head(seen: list[tuple[Tensor, Tensor, Tensor]] | None) -> list[Term]:
+    """Return what is measured at masked positions, as terms of weight 1.
+
+    Args:
+        seen: receives (labels [N], 1.0 where the teacher is right [N], its loss [N]) of each chunk;
+            None without a teacher.
+    """
+
+    def of_teacher(_: Tensor, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        assert seen is not None
+        loss_N = cross_entropy(logits_NV, labels_N)
+        seen.append((labels_N, is_correct(logits_NV, labels_N), loss_N))
+        return loss_N
 
     def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
         return VocabularyTerm(name, constant(1.0), "masked", values, needs_teacher)
@@ -72,12 +116,12 @@ def figures_of_head(*, with_teacher: bool) -> list[Term]:
         term("loss", lambda s, t, labels: cross_entropy(s, labels)),
         term("accuracy", lambda s, t, labels: is_correct(s, labels)),
     ]
-    if with_teacher:
+    if seen is not None:
         terms += [
             term("kl", lambda s, t, _: kl_divergence(s, t, temperature=1.0), True),
             term("agreement", lambda s, t, _: is_correct(s, t.argmax(-1)), True),
             term("teacher_accuracy", lambda s, t, labels: is_correct(t, labels), True),
-            term("teacher_loss", lambda s, t, labels: cross_entropy(t, labels), True),
+            term("teacher_loss", of_teacher, True),
         ]
     return terms
 
