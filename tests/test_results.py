@@ -94,7 +94,6 @@ def test_tables_of_students_have_the_rows_to_compare_them_with() -> None:
         "sentences": {"minilm-l6-body", "3x384", untrained, "alone-3x384", "model2vec"},
         "demo": {"teacher", "student", untrained, "the same size without a teacher"},
         "demo-sentences": {"teacher", "student", untrained, "the same size without a teacher"},
-        "reactions": {"rxnfp_bert_pretrained_12L", "rxn-6l", untrained, "rxn-alone-6x256"},
     }.items():
         assert names <= set(records.models(file)), file
     for file, found in records.of_file.items():

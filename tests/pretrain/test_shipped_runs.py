@@ -44,7 +44,7 @@ def test_the_shipped_recipe_trains_a_student_by_an_assistant(tmp_path: Path, cor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rxn-objectives", "english-3x384"])
+@pytest.mark.parametrize("name", ["english-3x384"])
 def test_a_shipped_comparison_runs_in_its_order(name: str, tmp_path: Path, corpus: Path) -> None:
     """Train each run of a recipe with tiny models, which continue and teach as its own do."""
     save_teacher(
@@ -99,7 +99,7 @@ def test_a_shipped_config_trains_and_exports(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["embedding-alone-3x384", "rxn-alone-6x256", "german-teacher"])
+@pytest.mark.parametrize("name", ["embedding-alone-3x384", "german-teacher"])
 def test_a_shipped_config_without_a_teacher_trains(name: str, tmp_path: Path, corpus: Path) -> None:
     tiny = ["train.max_steps=2", "train.global_batch_size=4", "train.micro_batch_size=4"]
     sizes = ["hidden_size=16", "num_attention_heads=2", "intermediate_size=16"]

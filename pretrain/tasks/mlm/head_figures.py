@@ -32,9 +32,10 @@ def measure_head(validation: ShardSet, *, teacher: bool, probability: float = 0.
 
     The figures are loss (nats) and accuracy; with a teacher also kl (nats, temperature 1),
     agreement (same most likely token), teacher_accuracy, teacher_loss, and teacher_untrained, the
-    share of tokens that it seems not to be trained on; the number of masked tokens; and two
-    baselines on the same positions: constant_accuracy, of the best constant answer (the most
-    frequent label), and unigram_loss (nats), of the token frequencies of the training rows.
+    share of tokens that it seems not to be trained on, if there are any; the number of masked
+    tokens; and two baselines on the same positions: constant_accuracy, of the best constant answer
+    (the most frequent label), and unigram_loss (nats), of the token frequencies of the training
+    rows.
 
     Args:
         validation: the split.
@@ -71,7 +72,8 @@ def measure_head(validation: ShardSet, *, teacher: bool, probability: float = 0.
             never_V = (labels_V >= _OFTEN) & (right_V == 0) & (loss_V > labels_V * unigram_V)
             order = labels_V.argsort(descending=True, stable=True)
             untrained[:] = order[never_V[order]].tolist()
-            found["teacher_untrained"] = float(labels_V[never_V].sum())
+            if untrained:
+                found["teacher_untrained"] = float(labels_V[never_V].sum())
         means = {name: total / max(count, 1.0) for name, total in found.items()}
         return {**means, "masked_tokens": count}
 
