@@ -250,8 +250,10 @@ def of_items(statistic: Callable[[NDArray[np.int64]], float], size: int) -> Figu
 
 
 def unit(vectors: Vectors) -> NDArray[np.float64]:
-    """Return vectors of length 1."""
+    """Return vectors of length 1; RunError if one is not finite."""
     wide = vectors.astype(np.float64)
+    if not np.isfinite(wide).all():
+        raise RunError("a vector is not finite: its model diverged; train it at a lower rate")
     found: NDArray[np.float64] = wide / np.maximum(
         np.linalg.norm(wide, axis=1, keepdims=True), 1e-12
     )

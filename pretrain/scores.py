@@ -250,8 +250,13 @@ def texts_of(shards: ShardSet) -> list[dict[str, Any]]:
 
 def _of_labels(labels: Any, logits: Any, num: int) -> Measured:
     there = labels != IGNORE
-    given, chosen = labels[there].astype(np.int64), logits[there].argmax(-1)
+    given, chosen = labels[there].astype(np.int64), _chosen(logits[there])
     return Measured(len(given), lambda some: of_classes(given[some], chosen[some], num))
+
+
+def _chosen(logits: Any) -> Any:
+    """Return the class with the highest logit; -1 of a model that diverged, which chooses none."""
+    return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1)
 
 
 def _of_scores(scores: Any, guesses: Any) -> Measured:
@@ -261,11 +266,11 @@ def _of_scores(scores: Any, guesses: Any) -> Measured:
 
 
 def _of_tags(tags: Any, logits: Any, labels: Sequence[str]) -> Measured:
-    chosen = logits.argmax(-1)
+    chosen, names_of = _chosen(logits), [*labels, "?"]  # the last one stands for no choice
     found, right, words = [], [], []
     for given, ours in zip(tags, chosen, strict=True):
         there = given != IGNORE
-        names = [[labels[i] for i in some[there]] for some in (given, ours)]
+        names = [[names_of[i] for i in some[there]] for some in (given, ours)]
         found.append(counts(*names))
         right.append(np.count_nonzero(given[there] == ours[there]))
         words.append(np.count_nonzero(there))

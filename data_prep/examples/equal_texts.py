@@ -14,7 +14,7 @@ from typing import Any
 from data_prep import CorpusError
 from data_prep.duplicates.minhash import word_hashes
 from data_prep.examples.encoding import Example
-from data_prep.examples.examples_config import Split
+from data_prep.examples.examples_config import ExamplesConfig, Kind, Split
 from data_prep.examples.values import folded
 from data_prep.messages import one_line
 
@@ -27,11 +27,15 @@ DOUBLED, CONTRADICTING, SHARED = (
 )
 
 
-def groups_of(examples: Sequence[Example]) -> dict[bytes, list[int]]:
-    """Return the numbers of the examples of each text, by 16 bytes of hash."""
+def groups_of(examples: Sequence[Example], task: Kind = "classification") -> dict[bytes, list[int]]:
+    """Return the numbers of the examples of each text, by 16 bytes of hash.
+
+    The two texts of a similarity have no order.
+    """
     groups: dict[bytes, list[int]] = {}
     for number, example in enumerate(examples):
-        text = f"{folded(example.text)}\0{folded(example.pair or '')}"
+        both = [folded(example.text), folded(example.pair or "")]
+        text = "\0".join(sorted(both) if task == "similarity" else both)
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
         groups.setdefault(key, []).append(number)
     return groups
@@ -41,7 +45,7 @@ def counts_of(
     found: Mapping[Split, Sequence[Example]],
     spare: Sequence[Example],
     label_of: Callable[[Example], Any],
-    allow_shared: bool,
+    config: ExamplesConfig,
     warn: Callable[[str], None],
 ) -> dict[Split, dict[str, int]]:
     """Return for each split how many of its examples have the text of another one.
@@ -50,16 +54,17 @@ def counts_of(
         found: examples by split; each is compared with itself and with those before it.
         spare: examples without labels, which are trained on, too.
         label_of: returns what is equal of equal labels; None of an example without one.
-        allow_shared: warn where it is refused otherwise.
+        config: its `allow_shared` warns where it is refused otherwise.
         warn: receives what a user should know.
 
     Raises:
         CorpusError: many texts of a split are in an earlier one, such as training.
     """
     counts: dict[Split, dict[str, int]] = {}
-    earlier: dict[bytes, str] = dict.fromkeys(groups_of(spare), "unlabelled")  # what has a text
+    earlier: dict[bytes, str] = {}  # what has a text
+    earlier |= dict.fromkeys(groups_of(spare, config.task.name), "unlabelled")
     for split, examples in found.items():
-        groups, noted = groups_of(examples), Counter[str]()
+        groups, noted = groups_of(examples, config.task.name), Counter[str]()
         shared: dict[str, list[int]] = {}  # but for short texts
         for key, numbers in groups.items():
             first = examples[numbers[0]]
@@ -76,7 +81,7 @@ def counts_of(
                 f"{num:,} of {len(examples):,} texts of {split} ({num / len(examples):.0%}) are in "
                 f"{other}, too, such as {one_line(example.text, 60)!r}"
             )
-            if num > _MOST * len(examples) and not allow_shared:
+            if num > _MOST * len(examples) and not config.allow_shared:
                 raise CorpusError(
                     f"{text}: scores would be of what was learnt by heart; leave them out, or set "
                     "allow_shared: true"

@@ -170,7 +170,7 @@ def _make(
             config.unlabelled, examples.text, examples.pair, examples.names, warn
         )
         spares = examples.spare(str(config.unlabelled), spare)
-    noted = counts_of(found, spares, examples.label_of, config.allow_shared, warn)
+    noted = counts_of(found, spares, examples.label_of, config, warn)
     found["train"] += spares
     rows: dict[Split, list[Row]] = {}
     for split, some in found.items():
@@ -233,7 +233,7 @@ def _divide(
     order = sorted(range(len(train)), key=lambda i: (seeds[i], i))
     if isinstance(config.validation, float):
         num = max(1, round(len(train) * config.validation))
-        groups, held = groups_of(train).values(), dict[int, None]()
+        groups, held = groups_of(train, config.task.name).values(), dict[int, None]()
         group_of = {i: group for group in groups for i in group}
         for i in [i for i in order if len(group_of[i]) <= num] or order:
             if len(held) < num:  # with each example all others of its text

@@ -1,7 +1,6 @@
 """Load a tokenizer: of a folder, a file, a hub, a vocabulary, or finished shards."""
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from data_prep import CorpusError
 from data_prep.config import JsonTokenizer, Normalization, VocabularyTokenizer
-from data_prep.disk.json_files import NotRegularError, parse_object, read_regular
+from data_prep.disk.json_files import read_regular
 from data_prep.shards import Manifest, read_listed
+from data_prep.tokens.agreement import check_agreement, settings_of
 from data_prep.tokens.failures import explained
 from data_prep.tokens.tokenizer import NAMES, Tokens
-
-SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
-# What a class of transformers makes of a tokenizer.json: its model, normaliser and pre-tokeniser.
-_BERT = (models.WordPiece, normalizers.BertNormalizer, pre_tokenizers.BertPreTokenizer)
-_MODELS: dict[str, tuple[type | None, ...]] = {
-    **dict.fromkeys(("Bert", "DistilBert", "Electra"), _BERT),
-    "MPNet": (models.WordPiece,),
-    "Roberta": (models.BPE, None, pre_tokenizers.ByteLevel),
-    **dict.fromkeys(("XLMRoberta", "Camembert"), (models.Unigram,)),
-}
 
 
 def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
@@ -31,7 +21,7 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
     if isinstance(spec, JsonTokenizer):
         path, names = spec.path, spec.model_dump(exclude={"path"}, exclude_none=True)
         if path.is_dir():
-            return _from_json(path / "tokenizer.json", _names(path) | names)
+            return _agreed(path, _from_json(path / "tokenizer.json", _names(path) | names))
         return _from_json(path, names)
     if isinstance(spec, VocabularyTokenizer):
         vocabulary = read_vocabulary(spec.vocab)
@@ -53,19 +43,18 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
         return _with_special_tokens(backend, vocabulary, str(spec.vocab))
     path = Path(spec)
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        tokens = _from_json(path / "tokenizer.json", _names(path))
-        _check_settings(path, tokens.backend)
-        return tokens
+        return _agreed(path, _from_json(path / "tokenizer.json", _names(path)))
     if path.is_dir() and (path / "vocab.txt").is_file():
-        said = {key: value for key, value in _settings(path).items() if isinstance(value, bool)}
-        path = path / "vocab.txt"
-        return word_piece(
-            read_vocabulary(path),
+        said = {key: value for key, value in settings_of(path).items() if isinstance(value, bool)}
+        words = path / "vocab.txt"
+        tokens = word_piece(
+            read_vocabulary(words),
             said.get("do_lower_case"),
             said.get("strip_accents"),
             said.get("tokenize_chinese_chars", True),
-            origin=str(path),
+            origin=str(words),
         )
+        return _agreed(path, tokens)
     if path.is_file():
         if path.suffix == ".json":
             return _from_json(path, {})
@@ -208,68 +197,15 @@ def _parse(path: Path, data: bytes) -> Tokenizer:
         return Tokenizer.from_str(data.decode())
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer settings of a folder, from either of two files."""
-    settings: dict[str, Any] = {}
-    for file in SETTINGS:
-        values = _object(folder / file)
-        settings |= {key: value for key, value in values.items() if value is not None}
-    return settings
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty if there is no file."""
-    try:
-        return parse_object(read_regular(path))
-    except FileNotFoundError:
-        return {}
-    except (NotRegularError, ValueError):
-        raise CorpusError(f"{path}: not a JSON object: restore it") from None
-
-
-def _check_settings(folder: Path, backend: Any) -> None:
-    """Refuse what transformers follows and tokenizer.json contradicts; CorpusError names it.
-
-    Of a class that it knows, version 5 builds the normaliser anew from the settings.
-    """
-    settings, normaliser = _settings(folder), backend.normalizer
-    kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast").removesuffix("Tokenizer")
-    parts = (type(backend.model), type(normaliser), type(backend.pre_tokenizer))
-    pairs = zip(_MODELS.get(kind, ()), parts, strict=False)
-    odd = ["tokenizer_class"] if any(wanted not in (None, there) for wanted, there in pairs) else []
-    lowers = getattr(normaliser, "lowercase", None)
-    strips = getattr(normaliser, "strip_accents", None)
-    for key, there in (
-        ("do_lower_case", lowers),
-        ("strip_accents", lowers if strips is None else strips),
-        ("tokenize_chinese_chars", getattr(normaliser, "handle_chinese_chars", None)),
-        ("add_prefix_space", getattr(backend.pre_tokenizer, "add_prefix_space", None)),
-    ):
-        if there is not None and settings.get(key, there) is not there:
-            odd.append(key)
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for file in (*SETTINGS, "added_tokens.json"):
-        for key, value in _object(folder / file).items():
-            if file == "added_tokens.json":
-                value = key
-            elif not re.fullmatch(r"\w+_token|(additional|extra)_special_tokens", key):
-                continue
-            if isinstance(value, dict) and "content" not in value:
-                value = [*value.values()]
-            texts = value if isinstance(value, list) else [value]
-            contents = (text.get("content") if isinstance(text, dict) else text for text in texts)
-            if {text for text in contents if isinstance(text, str)} - known:
-                odd.append(f"{key} in {file}")
-    if odd:
-        raise CorpusError(
-            f"{folder}: its {odd[0]} contradicts tokenizer.json, and transformers would read texts "
-            "otherwise: save the tokenizer again with save_pretrained, or correct the setting"
-        )
+def _agreed(folder: Path, tokens: Tokens) -> Tokens:
+    """Return the tokenizer of a folder; CorpusError if transformers reads texts otherwise."""
+    check_agreement(folder, tokens.backend, "tokenizer_class" in settings_of(folder))
+    return tokens
 
 
 def _names(folder: Path) -> dict[str, str]:
     """Return the special tokens in a folder's settings."""
-    settings = _settings(folder)
+    settings = settings_of(folder)
     named = {role: settings.get(f"{role}_token") for role in NAMES}
     contents = {r: t.get("content") if isinstance(t, dict) else t for r, t in named.items()}
     return {role: token for role, token in contents.items() if isinstance(token, str) and token}

@@ -24,7 +24,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 from data_prep.disk import hash_file
 from data_prep.disk.temporary import held, remove_left
 from data_prep.messages import warn
-from data_prep.tokens.loading import SETTINGS
+from data_prep.tokens.agreement import SETTINGS
 from pretrain import RunError
 from pretrain.checkpoint import Saved, read_newest
 from pretrain.files import writing_to

@@ -26,8 +26,8 @@ from data_prep.disk.json_files import (
     read_regular_text,
 )
 from data_prep.messages import first_line
+from data_prep.tokens.agreement import SETTINGS
 from data_prep.tokens.failures import as_value_errors
-from data_prep.tokens.loading import SETTINGS
 from pretrain import RunError
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"

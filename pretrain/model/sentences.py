@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from data_prep.messages import first_line, one_line
+from data_prep.tokens.agreement import check_sentences
 from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
 from pretrain.contracts.packing import find_documents
@@ -39,6 +40,8 @@ from pretrain.model.model_files import (
 )
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead
 
+# sentence-transformers reads the first of these files.
+_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 _LONGEST_JSON = 2**20  # bytes
 _UNLIMITED = 10**6  # tokens: transformers writes 10**30 where a tokenizer has no limit
 # The classes of sentence-transformers, by their names in all releases: 2 to 5, and 6.
@@ -102,6 +105,8 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
     path = folder / "config_sentence_transformers.json"
     settings = _object(who, path) if os.path.lexists(path) else {}
     _refuse_others(who, path.name, settings)
+    if text := read_tokenizer(who, folder):
+        check_sentences(folder, tokenizer_of(who, text))
     name, known = settings.get("default_prompt_name"), settings.get("prompts")
     if name and not (isinstance(known, dict) and known.get(name) == ""):
         raise RunError(
@@ -148,6 +153,15 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
     return SentenceHead(hidden, first=first, dense=dense, normalised=normalised, longest=longest)
 
 
+def tokenizer_of(who: str, text: str) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json."""
+    try:
+        with as_value_errors():
+            return Tokenizer.from_str(text)
+    except ValueError as error:
+        raise RunError(f"{who}: its tokenizer cannot be read ({first_line(error)})") from error
+
+
 class TextEncoder:
     """Turn texts into vectors with a teacher and its own tokenizer.
 
@@ -169,8 +183,7 @@ class TextEncoder:
     ) -> None:
         self.model, self.head, self.autocast = model, head, autocast or nullcontext()
         self.who = who
-        with self._explained("be read"):
-            self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.tokenizer = tokenizer_of(who, tokenizer_json)
         positions = family_of(model).row_length(model.config)
         self.longest = min(head.longest or positions, positions)
         self.tokenizer.no_padding()
@@ -181,8 +194,13 @@ class TextEncoder:
         """Return the vectors [n, W]."""
         # The tokenizer adds the special tokens that the teacher was trained with.
         ids = []
-        with self._explained("encode a text"):
-            encodings = self.tokenizer.encode_batch(list(texts))
+        try:
+            with as_value_errors():
+                encodings = self.tokenizer.encode_batch(list(texts))
+        except ValueError as error:
+            raise RunError(
+                f"{self.who}: its tokenizer cannot encode a text ({first_line(error)})"
+            ) from error
         for encoding in encodings:
             self.num_cut += bool(encoding.overflowing)
             ids.append(encoding.ids)
@@ -194,16 +212,6 @@ class TextEncoder:
             batch, left = left[:num], left[num:]
             vectors[batch] = self._encode([ids[i] for i in batch])
         return vectors
-
-    @contextmanager
-    def _explained(self, task: str) -> Iterator[None]:
-        try:
-            with as_value_errors():
-                yield
-        except ValueError as error:
-            raise RunError(
-                f"{self.who}: its tokenizer cannot {task} ({first_line(error)})"
-            ) from error
 
     @torch.inference_mode()
     def _encode(self, ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
@@ -283,7 +291,8 @@ def _longest(who: str, folder: Path) -> int | None:
     """Return how many tokens of a text the encoder should read; None: as many as it can."""
     # Named after the model's type in early releases; since release 6 the tokenizer's settings say.
     longest = None
-    for path in sorted(folder.glob("sentence_*_config.json")):
+    named = (folder / f"sentence_{kind}_config.json" for kind in _KINDS)
+    for path in [path for path in named if os.path.lexists(path)][:1]:
         settings = _object(who, path)
         _refuse_unknown(f"{who}: {path.name}", "sentence_bert_config.json", settings)
         _refuse_others(who, "sentence_bert_config.json", settings)
@@ -294,7 +303,8 @@ def _longest(who: str, folder: Path) -> int | None:
                 "lower-case in the tokenizer"
             )
     if longest is None and os.path.lexists(folder / "tokenizer_config.json"):
-        longest = _object(who, folder / "tokenizer_config.json").get("model_max_length")
+        settings = _object(who, folder / "tokenizer_config.json")
+        longest = settings.get("model_max_length", settings.get("max_len"))
     return longest if isinstance(longest, int) and 1 < longest < _UNLIMITED else None
 
 

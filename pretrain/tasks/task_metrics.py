@@ -17,13 +17,16 @@ Floats = NDArray[np.float64]
 def of_classes(labels: NDArray[np.int64], chosen: NDArray[np.int64], num: int) -> dict[str, float]:
     """Return accuracy, F1 and Matthews' correlation of the labels that were chosen [R].
 
-    F1 is that of the second class where there are two, else the mean over all classes.
+    A choice of -1 is none. F1 is that of the second class where there are two, else the mean over
+    all classes.
     """
     size, right = float(len(labels)), labels[labels == chosen]
+    chosen = np.where(chosen < 0, num, chosen)
     given_C, chosen_C, right_C = (
-        np.bincount(some, minlength=num).astype(np.float64) for some in (labels, chosen, right)
+        np.bincount(some, minlength=num + 1).astype(np.float64) for some in (labels, chosen, right)
     )
-    f1_C = 2 * right_C / np.maximum(given_C + chosen_C, 1)  # 0 of a class that does not occur
+    # 0 of a class that does not occur.
+    f1_C = (2 * right_C / np.maximum(given_C + chosen_C, 1))[:num]
     return {
         "accuracy": len(right) / size,
         "f1": float(f1_C[1] if num == 2 else f1_C.mean()),

@@ -152,6 +152,15 @@ def test_unlabelled_texts_and_pairs_count(tmp_path: Path) -> None:
         make(tmp_path, task=task, **files)
 
 
+def test_the_two_texts_of_a_similarity_have_no_order(tmp_path: Path) -> None:
+    pairs = [{"text": text(i), "pair": text(i + 1), "label": i % 5} for i in range(40)]
+    swapped = [{**p, "text": p["pair"], "pair": p["text"]} for p in pairs]
+    task = {"name": "similarity", "pair": "pair"}
+    train = write(tmp_path / "a.jsonl", pairs)
+    with refused("40 of 40 texts of validation (100%) are in train, too"):
+        make(tmp_path, task=task, train=train, validation=write(tmp_path / "b.jsonl", swapped))
+
+
 def test_a_file_is_given_once_and_in_one_format(tmp_path: Path) -> None:
     records = [{"text": text(i), "label": "ab"[i % 2]} for i in range(20)]
     folder = tmp_path / "data"

@@ -209,7 +209,7 @@ def test_special_tokens_have_the_names_in_the_folder_settings(tmp_path: Path) ->
     settings = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
     for key, name in ROBERTA.items():
         state = state.replace(f"[{key.upper()}]", name)
-        settings[f"{key}_token"] = {"content": name}
+        settings[f"{key}_token"] = {"__type": "AddedToken", "content": name}
     (tmp_path / "saved" / "tokenizer.json").write_text(state)
     (tmp_path / "saved" / "tokenizer_config.json").write_text(json.dumps(settings))
     tokens = load(tmp_path / "saved")

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from support import backends
 from support.processes import ROOT
-from tokenizers import normalizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -55,6 +55,10 @@ def write_tokenizer(folder: Path, kind: str) -> int:
     else:
         build = {"bpe": backends.byte_level, "pieces": backends.unigram}[kind]
         backend = build(TEXTS, 320 if kind == "bpe" else 60)
+        if kind == "pieces":  # theirs have a table of SentencePiece in place of NFKC
+            backend.normalizer = None
+            parts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+            backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
     backend.save(str(folder / "tokenizer.json"))
     return backend.get_vocab_size()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.tiny import VOCABULARY, tiny_bert, word_tokenizer
 
+from data_prep import CorpusError
 from pretrain import RunError
 from pretrain.encoders import load_encoder
 
@@ -60,6 +61,20 @@ TABLE: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {
     (LAST, "module_input_name"): (["token_embeddings"], []),
     (LAST, "module_output_name"): (["x"], []),
     (WORDS, "model_max_length"): ([], [4, 10**30]),
+    (WORDS, "max_len"): ([], [4]),
+    (WORDS, "truncation_side"): (["left"], ["right"]),
+    (WORDS, "padding_side"): (["left"], ["right"]),
+    (WORDS, "model_input_names"): ([["input_ids"]], [["input_ids", "attention_mask"]]),
+    (WORDS, "tokenizer_class"): (["BertTokenizer"], ["PreTrainedTokenizerFast"]),
+    (WORDS, "extra_special_tokens"): ([[VOCABULARY[6]]], [[]]),
+    (WORDS, "sep_token"): ([], ["[MASK]"]),
+    (WORDS, "do_lower_case"): ([], [False, True]),
+    ("tokenizer.json", "truncation"): (
+        [{"direction": "Left", "max_length": 4, "strategy": "LongestFirst", "stride": 0}],
+        [{"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}],
+    ),
+    ("sentence_xlnet_config.json", "max_seq_length"): ([], [4]),
+    ("sentence_modernbert_config.json", "max_seq_length"): ([], [4]),
 }
 
 
@@ -90,12 +105,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_key_is_refused_or_read(folder: Path, file: str, key: str) -> None:
     refused, read = TABLE[file, key]
     path = folder / file
-    before = path.read_text(encoding="utf-8")
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
         for value in (*refused, *read):
-            path.write_text(json.dumps({**json.loads(before), key: value}), encoding="utf-8")
+            path.write_text(
+                json.dumps({**json.loads(before or "{}"), key: value}), encoding="utf-8"
+            )
             if value in refused:
-                with pytest.raises(RunError) as error:
+                with pytest.raises((RunError, CorpusError)) as error:
                     load_encoder(str(folder))
                 text = str(error.value)
                 assert "\n" not in text and (key in text or file.partition("/")[0] in text)
@@ -104,4 +121,6 @@ def test_a_key_is_refused_or_read(folder: Path, file: str, key: str) -> None:
             found = load_encoder(str(folder))(TEXTS)
             np.testing.assert_allclose(found, theirs, atol=1e-6, err_msg=f"{value}")
     finally:
-        path.write_text(before, encoding="utf-8")
+        path.unlink()
+        if before:
+            path.write_text(before, encoding="utf-8")

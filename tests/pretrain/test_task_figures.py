@@ -12,8 +12,10 @@ from seqeval.metrics import f1_score as seqeval_f1
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torchmetrics.functional.text.squad import squad
 
+from pretrain import RunError
+from pretrain.encoders import compare_vectors
 from pretrain.monitor.figures import Figure, share
-from pretrain.scores import Measured, figures, retention
+from pretrain.scores import Measured, _of_labels, _of_tags, figures, retention
 from pretrain.suite import Scored, differences, figures_of, sign
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.task_metrics import of_classes, of_scores
@@ -88,6 +90,17 @@ def test_entities_are_those_of_seqeval(kinds: list[str], prefixes: str) -> None:
         right, ours, theirs = table.tolist()
         mine = 2 * right / (ours + theirs) if ours + theirs else 0.0
         assert mine == pytest.approx(seqeval_f1(given, guessed, zero_division=0))
+
+
+def test_a_classifier_that_diverged_is_never_right() -> None:
+    labels, logits = np.array([0, 0, 1]), np.array([[np.nan, 1.0], [1.0, 0.0], [np.nan, np.nan]])
+    found = _of_labels(labels, logits, 2).statistics(np.arange(3))
+    mcc = matthews_corrcoef(labels, [-1, 0, -1])
+    assert found == {"accuracy": 1 / 3, "f1": 0.0, "mcc": pytest.approx(mcc)}
+    tags = _of_tags(labels[None], logits[None], ["O", "B-A"]).statistics(np.arange(1))
+    assert tags == {"entity f1": 0.0, "accuracy": 1 / 3}
+    with pytest.raises(RunError, match="a vector is not finite"):
+        compare_vectors(np.full((8, 4), np.nan, np.float32), np.ones((8, 4), np.float32))
 
 
 def test_figures_of_absent_classes_and_of_models_that_diverged() -> None:
