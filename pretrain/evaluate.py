@@ -57,10 +57,10 @@ def evaluate(
         teacher_labels: see `Distillation`.
     """
     examples, terms, shards = measure.examples, measure.terms, measure.examples.shards
-    rows = min(rows, len(shards))
-    numbers = np.arange(rows)
-    if measure.spread:
-        numbers = numbers * len(shards) // max(rows, 1)
+    numbers = np.arange(len(shards)) if measure.places is None else measure.places
+    rows = min(rows, len(numbers))
+    first = np.arange(rows)
+    numbers = numbers[first * len(numbers) // max(rows, 1) if measure.spread else first]
     mine = np.array_split(numbers, accelerator.num_processes)[accelerator.process_index]
     module = Distillation(
         student,

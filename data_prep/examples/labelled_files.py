@@ -161,8 +161,9 @@ def _csv(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
             head = next(reader, []) if names else []
             if len(set(head)) < len(head):
                 raise CorpusError(f"{path}: two columns have the same name: give each its own")
-            short, rows, begun = [], 0, reader.line_num + 1
+            short, rows, begun, long = [], 0, reader.line_num + 1, list[int]()
             for row in reader:
+                long += [begun] * (reader.line_num > begun)
                 begun = reader.line_num + 1
                 if not row:
                     continue
@@ -182,6 +183,11 @@ def _csv(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
                 raise CorpusError(
                     f"{path}: {len(short):,} of {rows:,} lines have fewer columns than the first "
                     f"line names, such as line {short[0]}: correct them"
+                )
+            if long:
+                warn(
+                    f"{path}: {len(long):,} of {rows:,} rows have several lines, the first from "
+                    f"line {long[0]} on: if no text should, quotation marks there join rows"
                 )
             if short:
                 warn(

@@ -27,13 +27,15 @@ _WORDS = 400  # of the vocabulary, evenly spaced
 _MARKS = "\u2581\u0120#"  # of pieces that begin a word, or go on in it
 
 
-def check_agreement(folder: Path, backend: Any, known: bool, *, special: bool = False) -> None:
+def check_agreement(
+    folder: Path, backend: Any, *, named: bool = False, special: bool = False
+) -> None:
     """Refuse a folder of which transformers makes a tokenizer that reads texts otherwise.
 
     Args:
         folder: of a model or a tokenizer.
         backend: the `Tokenizer` that we read there.
-        known: whether the folder names a class: one that transformers cannot build is refused.
+        named: refuse one of which it makes none, too, because its class does not fit the file.
         special: compare the special tokens around texts, too.
 
     Raises:
@@ -46,12 +48,12 @@ def check_agreement(folder: Path, backend: Any, known: bool, *, special: bool = 
             str(folder), local_files_only=True, trust_remote_code=False
         )
         theirs = loaded.backend_tokenizer
-    except Exception as error:  # of many kinds; without a class nothing contradicts
-        if not known:
+    except Exception as error:  # of many kinds
+        if not named:
             return
         raise CorpusError(
-            f"{folder}: transformers cannot build its tokenizer_class ({first_line(error)}): save "
-            "the tokenizer again with save_pretrained"
+            f"{folder}: its files contradict each other: transformers cannot build its "
+            f"tokenizer_class of tokenizer.json ({first_line(error)}): correct the class"
         ) from None
     theirs.no_truncation()
     theirs.no_padding()
@@ -117,7 +119,7 @@ def check_sentences(folder: Path, backend: Any) -> None:
         )
     backend.no_truncation()
     backend.no_padding()
-    check_agreement(folder, backend, "tokenizer_class" in settings, special=True)
+    check_agreement(folder, backend, named="tokenizer_class" in settings, special=True)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:

@@ -15,13 +15,15 @@ from data_prep.tokens.agreement import check_agreement, settings_of
 from data_prep.tokens.failures import explained
 from data_prep.tokens.tokenizer import NAMES, Tokens
 
+_BERT = ("Bert", "DistilBert", "Electra")  # classes of which all is in vocab.txt
+
 
 def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
     """Load a folder, tokenizer.json, vocab.txt, hub name or vocabulary; CorpusError if unusable."""
     if isinstance(spec, JsonTokenizer):
         path, names = spec.path, spec.model_dump(exclude={"path"}, exclude_none=True)
         if path.is_dir():
-            return _agreed(path, _from_json(path / "tokenizer.json", _names(path) | names))
+            return _of_folder(path, names)
         return _from_json(path, names)
     if isinstance(spec, VocabularyTokenizer):
         vocabulary = read_vocabulary(spec.vocab)
@@ -43,18 +45,25 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
         return _with_special_tokens(backend, vocabulary, str(spec.vocab))
     path = Path(spec)
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        return _agreed(path, _from_json(path / "tokenizer.json", _names(path)))
+        return _of_folder(path, {})
     if path.is_dir() and (path / "vocab.txt").is_file():
-        said = {key: value for key, value in settings_of(path).items() if isinstance(value, bool)}
-        words = path / "vocab.txt"
+        said = settings_of(path)
+        kind = str(said.get("tokenizer_class", "BertTokenizer"))
+        if kind.removesuffix("Fast").removesuffix("Tokenizer") not in _BERT:
+            raise CorpusError(
+                f"{path}: tokenizer_class {kind} has no tokenizer.json, and only BERT's is built "
+                "of vocab.txt: save the tokenizer again with save_pretrained, as a fast one"
+            )
+        said = {key: value for key, value in said.items() if isinstance(value, bool)}
         tokens = word_piece(
-            read_vocabulary(words),
+            read_vocabulary(path / "vocab.txt"),
             said.get("do_lower_case"),
             said.get("strip_accents"),
             said.get("tokenize_chinese_chars", True),
-            origin=str(words),
+            origin=str(path / "vocab.txt"),
         )
-        return _agreed(path, tokens)
+        check_agreement(path, tokens.backend)
+        return tokens
     if path.is_file():
         if path.suffix == ".json":
             return _from_json(path, {})
@@ -197,9 +206,10 @@ def _parse(path: Path, data: bytes) -> Tokenizer:
         return Tokenizer.from_str(data.decode())
 
 
-def _agreed(folder: Path, tokens: Tokens) -> Tokens:
-    """Return the tokenizer of a folder; CorpusError if transformers reads texts otherwise."""
-    check_agreement(folder, tokens.backend, "tokenizer_class" in settings_of(folder))
+def _of_folder(folder: Path, names: dict[str, str]) -> Tokens:
+    """Read a folder's tokenizer.json; CorpusError if transformers reads texts otherwise."""
+    tokens = _from_json(folder / "tokenizer.json", _names(folder) | names)
+    check_agreement(folder, tokens.backend, named="tokenizer_class" in settings_of(folder))
     return tokens
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from data_prep.shards import Manifest, ShardSet, check_file, open_shards
@@ -88,6 +89,11 @@ class LabelledRows(Examples):
         self.typed = pairs and tells_pairs(shards.folder, manifest)
         self.labelled = bool(_labelled(self.columns).any())
         self.ids = [id for batch in batches for id in batch.column("id").to_pylist()]
+
+    def places(self) -> NDArray[np.int64]:
+        """Return which rows have a label."""
+        found = _labelled(self.columns).numpy()
+        return np.flatnonzero(found.any(-1) if found.ndim > 1 else found)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader's worker reads the labels again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -181,6 +182,8 @@ class LabelledTask(Task):
         own = own_terms(found, terms, self.counts)
         # An objective of layers leaves the head as it is.
         guesses = any(term.over == "labelled" or term.name == "soft" for term in terms)
+        if any(term.over == "labelled" for term in terms) and found.labelled:
+            own = replace(own, places=found.places())  # a loss of no labels would be 0
         if not guesses or ("label" not in found.columns and "tags" not in found.columns):
             return own
         correct = correct_term()
@@ -208,6 +211,7 @@ class LabelledTask(Task):
             self.counts,
             tally=classes if chosen else None,
             tallies=len(chosen),
+            places=own.places,
         )
 
     def trained(self, objective: Objective) -> str:

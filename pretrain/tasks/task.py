@@ -17,7 +17,9 @@ from data_prep.keys import Keys
 from pretrain.contracts.terms import Shape, TeacherLabels, Term
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
@@ -268,6 +270,7 @@ class Measure:
     figures: Callable[[Mapping[str, float], Mapping[str, float], Any, int], dict[str, float]]
     counts: Sequence[str]
     spread: bool = False  # take rows evenly from the split, not the first ones
+    places: NDArray[np.int64] | None = None  # of the rows that can be measured; None: all
     # `tallies` numbers that are counted on the host besides; summed over batches and ranks.
     tally: Callable[[Batch], Tensor] | None = None  # called after the terms of the batch
     tallies: int = 0

@@ -161,6 +161,18 @@ def test_the_two_texts_of_a_similarity_have_no_order(tmp_path: Path) -> None:
         make(tmp_path, task=task, train=train, validation=write(tmp_path / "b.jsonl", swapped))
 
 
+def test_quotation_marks_that_join_rows_of_a_valid_csv_are_warned_of(tmp_path: Path) -> None:
+    rows = [f"{text(i)},{'ab'[i % 2]}" for i in range(60)]
+    (tmp_path / "a.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+    assert not [one for one in make(tmp_path, train=str(tmp_path / "a.csv"))[1] if "rows" in one]
+    rows[10], rows[25] = f'"{rows[10]}', f'x"{rows[25][-2:]}'
+    (tmp_path / "a.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+    manifest, warned = make(tmp_path, train=str(tmp_path / "a.csv"))
+    assert manifest.splits["train"].rows == 45  # from line 12 to line 27 a single text
+    (found,) = [one for one in warned if "rows" in one]
+    assert "1 of 45 rows have several lines, the first from line 12 on" in found
+
+
 def test_a_file_is_given_once_and_in_one_format(tmp_path: Path) -> None:
     records = [{"text": text(i), "label": "ab"[i % 2]} for i in range(20)]
     folder = tmp_path / "data"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -516,6 +517,30 @@ def test_validation_drops_nothing_of_the_head(tmp_path: Path) -> None:
         entries = runs.history(values["output"])
         found.append(next(entry["labels"] for entry in entries if entry["kind"] == "evaluation"))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_only_labelled_rows_are_measured(tmp_path: Path, kind: str) -> None:
+    """Let 20 of 24 validation examples lack a label: the first row alone would have a loss of 0."""
+    values = task_data.settings(tmp_path, kind)
+    with Path(values["validation"]).open(encoding="utf-8", newline="") as file:
+        records: list[dict[str, Any]] = list(csv.DictReader(file))
+    for number, record in enumerate(records):
+        label = float(record["label"]) if kind == "regression" else record["label"]
+        record["label"] = None if number < 20 else label
+    Path(tmp_path / "v.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    task_data.make(tmp_path, kind, validation=str(tmp_path / "v.jsonl"))
+    task_data.save_model(tmp_path / "model", "bert", kind)
+    found = []
+    for rows in (4, 24):
+        run = run_of(tmp_path, kind, model=no_dropout(tmp_path / "model"), train={"max_steps": 1})
+        run |= {"output": str(tmp_path / f"{rows}"), "evaluation": {"every": 0, "rows": rows}}
+        runs.start(run)
+        found.append([e for e in runs.history(run["output"]) if e["kind"] == "evaluation"][-1])
+    assert found[0] == found[1] and found[0]["loss"] > 0
+    if kind == "classification":
+        labels = Counter(record["label"] for record in records[20:])
+        assert found[0]["majority"] == max(labels.values()) / 4
 
 
 # Layouts, kills, exports
