@@ -236,4 +236,5 @@ def test_from_pretrained_is_called_only_in_checked_places() -> None:
     }
     written_by_us = {"launch/commands/demo.py", "pretrain/model/folder.py"}
     written_by_us.add("pretrain/deploy/graph.py")  # the export, before it is renamed
-    assert places == {"data_prep/tokens/loading.py", "pretrain/model/loading.py"} | written_by_us
+    tokenizers = {f"data_prep/tokens/{name}.py" for name in ("agreement", "loading")}
+    assert places == {*tokenizers, "pretrain/model/loading.py"} | written_by_us

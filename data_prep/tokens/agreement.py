@@ -43,11 +43,11 @@ def check_agreement(
     """
     from transformers import AutoTokenizer  # takes a second
 
+    # At a terminal it would offer to run the folder's code.
+    if any("auto_map" in _object(folder / name) for name in ("config.json", *SETTINGS)):
+        return
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-        theirs = loaded.backend_tokenizer
+        theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
     except Exception as error:  # of many kinds
         if not named:
             return
