@@ -52,6 +52,7 @@ from pretrain.suite import score_runs
 from pretrain.tasks import labelled_task
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, logits_by, task_head_of
 from pretrain.tasks.prediction import predict
+from pretrain.tasks.task import Measure
 
 KINDS = ("classification", "regression", "token_classification", "question_answering")
 FAMILIES = ("bert", "distilbert", "roberta", "modernbert")
@@ -791,7 +792,12 @@ def test_validation_without_a_teacher_measures_what_needs_none(
     """Only training rows may have soft labels: validation then measures the labels."""
     shards = task_data.make(tmp_path, "classification")
     seen: list[list[Any]] = []
-    monkeypatch.setattr(labelled_task, "own_terms", lambda rows, terms, counts: seen.append(terms))
+
+    def own(rows: Any, terms: Any, counts: Any) -> Measure:
+        seen.append(terms)
+        return Measure(rows, terms, lambda *_: {}, counts)
+
+    monkeypatch.setattr(labelled_task, "own_terms", own)
     with_teacher: Any = SimpleNamespace(needs_teacher=True, over="", name="soft")
     labels = labels_term(0.25)
     task: Any = SimpleNamespace(logits=None, counts={})
