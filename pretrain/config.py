@@ -186,6 +186,7 @@ class Logging(Keys):
     """
 
 
+SHAPE_NOTHING = ("evaluation", "checkpoint", "logging", "card", "slurm")  # sections
 COMPUTED_BY = ("hardware", "machine")  # of a run's config.json: what the run was computed by
 
 
@@ -338,7 +339,7 @@ class RunConfig(Keys):
         freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
         freely_changed |= {"compile", "activation_checkpointing", "products"}
         others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
-        others += ["vectors", "evaluation", "checkpoint", "logging", "card", "slurm"]
+        others += ["vectors", *SHAPE_NOTHING]
         exclude: Any = {**dict.fromkeys(others, True), "train": freely_changed, "task": {"logits"}}
         return self.model_dump(mode="json", exclude=exclude)
 

@@ -144,6 +144,7 @@ def load_inputs(
     assert not attached.keys() & adapters.keys(), "modules of task and objective share a name"
     adapters.update(attached)
     reinitialise(adapters, root(config.train.seed, _ADAPTERS))
+    config.objective.begin(adapters)
     if parts is None:
         notes += config.task.begin(config, student, adapters)
     moments: dict[str, Tensor] = {}

@@ -19,7 +19,7 @@ from data_prep.disk import refuse_if_held
 from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import load_manifest
 from pretrain import RunError
-from pretrain.config import RunConfig
+from pretrain.config import SHAPE_NOTHING, RunConfig
 from pretrain.model.hub import look_up
 
 MEASURED = "evaluation.json"  # what `distil evaluate` keeps of a run's newest checkpoint
@@ -320,8 +320,10 @@ def recipe_changes(
 ) -> list[str]:
     """Return in which keys a checkpoint's recipe differs from the config's, one text for each."""
     before, now = flatten(state["shaping"]), flatten(config.shaping())
-    with suppress(ValidationError):  # keys that its version did not have are at their defaults
-        before = flatten(RunConfig.model_validate(state["config"]).shaping()) | before
+    # Keys that its version did not have are at their defaults; others that it had may be gone.
+    with suppress(ValidationError):
+        known = {key: state["config"][key] for key in state["config"].keys() - {*SHAPE_NOTHING}}
+        before = flatten(RunConfig.model_validate(known).shaping()) | before
     # `teacher` and a list of the layers that it meant are the same student.
     inits, layers = [before.get("student.init"), now.get("student.init")], noted_layers(state)
     if "teacher" in inits and list(layers) in inits:

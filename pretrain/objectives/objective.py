@@ -189,6 +189,9 @@ class Objective(Keys):
 
         return nn.ModuleDict()
 
+    def begin(self, adapters: nn.ModuleDict) -> None:
+        """Change the first weights of the modules where they are not random."""
+
     def running(self, step: int, seed: int, num_layers: int) -> tuple[bool, ...] | None:
         """Return which of the student's layers run in a step; None: all, as in most papers.
 

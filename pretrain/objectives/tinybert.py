@@ -12,7 +12,8 @@ teacher, it is the first of two runs of its task distillation: the second, which
 divides that cross-entropy by the number of classes, and of scores it compares labels.
 
 A prime marks the teacher. W and b are one linear layer for embeddings and all layers, also where
-both widths are equal, as in the authors' code. It is trained and not exported.
+both widths are equal, as in the authors' code. It is trained and not exported. There it begins as
+the identity: from random weights, as theirs, a student of copied layers leaves the teacher's basis.
 
 L_hid and L_emb are means over tokens and width. L_att is a mean over heads and over the pairs of
 tokens of the same document. A score of -100 or less counts as 0 in either model, as in that code,
@@ -69,6 +70,8 @@ class TinyBert(Objective):
     """The teacher's layer, from 0, for each of the student's. None: evenly spaced up to the last:
     2, 5, 8, 11 for 4 layers of 12.
     """
+    first: Literal["identity", "random"] = "identity"
+    """How W begins where both widths are equal; `random` as in the authors' code."""
 
     @model_validator(mode="after")
     def _some_term(self) -> TinyBert:
@@ -80,7 +83,7 @@ class TinyBert(Objective):
     def published(self) -> str:
         """Return the paper's name if this is its objective; empty for a variant."""
         paper = "TinyBERT's distillation of layers, arXiv 1909.10351"
-        return paper if self == TinyBert() else ""
+        return paper if self in (TinyBert(), TinyBert(first="random")) else ""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -122,6 +125,17 @@ class TinyBert(Objective):
         if self.hidden == self.embedding == 0:
             return nn.ModuleDict()
         return nn.ModuleDict({_ADAPTER: nn.Linear(student.hidden_size, teacher.hidden_size)})
+
+    def begin(self, adapters: nn.ModuleDict) -> None:
+        """Let W be the identity where both widths are equal."""
+        from torch import nn
+
+        if _ADAPTER not in adapters or self.first != "identity":
+            return
+        found = adapters[_ADAPTER]
+        assert isinstance(found, nn.Linear)
+        if found.in_features == found.out_features:
+            nn.init.eye_(found.weight)
 
     def check(self, student: Shape, teacher: Shape) -> None:
         """Refuse depths that have no map, and another number of heads where scores are compared."""

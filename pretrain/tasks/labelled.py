@@ -354,6 +354,12 @@ def first_weights(config: RunConfig, student: MaskedLM, head: TaskHead) -> list[
         return head.load({name: tensor.float() for name, tensor in tensors.items()})
 
 
+def mean_score(shards: Path) -> float:
+    """Return the mean of the training examples' scores; 0 without any."""
+    scores = LabelledRows(open_shards(shards)).columns["score"]
+    return float(np.nanmean(scores)) if not np.isnan(scores).all() else 0.0
+
+
 def _same_classes(who: str, loaded: Loaded, head: TaskHead) -> bool:
     """Return whether a model's head predicts the same; RunError for a different order."""
     try:

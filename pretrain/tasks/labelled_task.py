@@ -143,10 +143,12 @@ class LabelledTask(Task):
     def begin(self, config: RunConfig, student: MaskedLM, modules: nn.ModuleDict) -> list[str]:
         """Give the head the weights that the folder of its model has for it."""
         from pretrain.model.distillation import HEAD
-        from pretrain.tasks.labelled import first_weights
+        from pretrain.tasks.labelled import first_weights, mean_score
 
         head: Any = modules[HEAD]
         new = first_weights(config, student, head)
+        if new and head.output == "score":
+            head.begin_at(mean_score(config.shards))
         if new and config.objective.replaces:
             raise RunError(
                 f"objective {config.objective.name} keeps the teacher's head, and {config.teacher} "

@@ -1,6 +1,7 @@
 """Compare TinyBERT's distillation of layers with its formula on transformers' outputs; train."""
 
 import copy
+import csv
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -324,3 +325,34 @@ def test_a_task_is_distilled_in_two_runs(tmp_path: Path) -> None:
     export(Path(second["output"]), tmp_path / "exported", warn=pytest.fail)
     found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
     assert found.config.hidden_size == 16 and found.config.num_labels == 3
+
+
+@pytest.mark.parametrize("first", ["identity", "random"])
+def test_a_student_with_all_layers_of_its_teacher_has_nothing_to_learn(
+    first: str, tmp_path: Path, teacher_folder: Path, run_config: Settings
+) -> None:
+    """Begin W as the identity where widths are equal; from random weights the loss is not 0."""
+    student = {"architecture": "same", "num_layers": 4, "init": "teacher"}
+    objective = {"name": "tinybert", "first": first}
+    values = run_config(tmp_path / "run", teacher_folder, student=student, objective=objective)
+    values["train"] |= {"max_steps": 1, "global_batch_size": 2}
+    start(values)
+    begun = next(entry for entry in history(values["output"]) if entry["kind"] == "evaluation")
+    assert begun["step"] == 0 and begun["attention"] < 1e-9
+    for part in ("hidden", "embedding"):
+        assert begun[part] < 1e-9 if first == "identity" else begun[part] > 0.1
+
+
+def test_a_new_head_of_a_score_begins_at_the_mean(tmp_path: Path) -> None:
+    task_data.make(tmp_path, "regression")
+    task_data.save_model(tmp_path / "model", "bert", "classification")  # its head fits no score
+    values = run_of(tmp_path, "regression", model={"init": str(tmp_path / "model")})
+    values |= {"optimizer": {"learning_rate": 1e-9}}
+    values["train"] |= {"max_steps": 1}
+    start(values)
+    folder = step_folder(values["output"], 1)
+    found = load_file(folder / "adapters.safetensors")
+    (bias,) = [tensor for name, tensor in found.items() if name.endswith("classifier.bias")]
+    with (tmp_path / "regression-0.csv").open(newline="") as file:
+        scores = [float(row["label"]) for row in csv.DictReader(file)]
+    assert float(bias) == pytest.approx(sum(scores) / len(scores))
