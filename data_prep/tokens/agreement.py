@@ -117,7 +117,7 @@ def check_sentences(folder: Path, backend: Any) -> None:
     odd = [key for key, side in sides.items() if side != "right"]
     odd += ["truncation.direction (tokenizer.json)"] * (direction != "right")
     odd += ["model_input_names"] * (
-        "attention_mask" not in settings.get("model_input_names", ["attention_mask"])
+        "attention_mask" not in str(settings.get("model_input_names", "attention_mask"))
     )
     if odd:
         raise CorpusError(
