@@ -46,7 +46,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "distilbert": {"name": "distilbert", "hidden_mse": 1.0},
     "minilm 1": {"name": "minilm", "version": 1},
     "minilm 2": {"name": "minilm", "relation_heads": 4},
-    "tinybert": {"name": "tinybert"},
+    "tinybert": {"name": "tinybert", "first": "random"},
     "embedding": {"name": "embedding", "mse": 0.5},
     "mlm": {"name": "mlm"},
 }
