@@ -27,7 +27,7 @@ DOUBLED, CONTRADICTING, SHARED = (
 )
 
 
-def groups_of(examples: Sequence[Example], task: Kind = "classification") -> dict[bytes, list[int]]:
+def groups_of(examples: Sequence[Example], task: Kind) -> dict[bytes, list[int]]:
     """Return the numbers of the examples of each text, by 16 bytes of hash.
 
     The two texts of a similarity have no order.
@@ -61,10 +61,10 @@ def counts_of(
         CorpusError: many texts of a split are in an earlier one, such as training.
     """
     counts: dict[Split, dict[str, int]] = {}
-    earlier: dict[bytes, str] = {}  # what has a text
-    earlier |= dict.fromkeys(groups_of(spare, config.task.name), "unlabelled")
+    task, earlier = config.task.name, dict[bytes, str]()  # the latter: what has a text
+    earlier |= dict.fromkeys(groups_of(spare, task), "unlabelled")
     for split, examples in found.items():
-        groups, noted = groups_of(examples, config.task.name), Counter[str]()
+        groups, noted = groups_of(examples, task), Counter[str]()
         shared: dict[str, list[int]] = {}  # but for short texts
         for key, numbers in groups.items():
             first = examples[numbers[0]]

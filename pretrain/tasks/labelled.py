@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -375,8 +374,11 @@ def _same_classes(who: str, loaded: Loaded, head: TaskHead) -> bool:
     return True
 
 
-def correct_term() -> SignalTerm:
-    """Return the number of labelled examples, or words, whose label has the highest logit."""
+def correct_term(chosen_C: Tensor | None = None) -> SignalTerm:
+    """Return the number of labelled examples, or words, whose label has the highest logit.
+
+    How often each class is chosen for a labelled example is added to `chosen_C`, on the host.
+    """
 
     def total(
         student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
@@ -384,29 +386,12 @@ def correct_term() -> SignalTerm:
         assert student.task_logits is not None
         labels = batch.labels.get("class", batch.labels.get("tags"))
         assert labels is not None
-        return (student.task_logits.argmax(-1) == labels).float().sum()
+        guesses = student.task_logits.argmax(-1)
+        if chosen_C is not None:
+            chosen_C.add_(torch.bincount(guesses[labels != IGNORE].cpu(), minlength=len(chosen_C)))
+        return (guesses == labels).float().sum()
 
     return SignalTerm("accuracy", constant(0.0), "labelled", total, False)
-
-
-def chosen_terms(num: int) -> list[SignalTerm]:
-    """Return for each of `num` classes how often it is chosen for a labelled example."""
-
-    def total(
-        number: int,
-        student: Encoded,
-        teacher: Encoded | None,
-        batch: Batch,
-        adapters: nn.ModuleDict,
-    ) -> Tensor:
-        assert student.task_logits is not None
-        labelled = batch.labels["class"] != IGNORE
-        return ((student.task_logits.argmax(-1) == number) & labelled).float().sum()
-
-    return [
-        SignalTerm(f"chosen {i}", constant(0.0), "labelled", partial(total, i), False)
-        for i in range(num)
-    ]
 
 
 def _labelled(columns: Mapping[str, Any]) -> Tensor:

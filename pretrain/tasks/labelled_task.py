@@ -169,12 +169,11 @@ class LabelledTask(Task):
 
         Of classes also Matthews' correlation, and the share of the most frequent class.
         """
-        import numpy as np
         import torch
 
         from pretrain.contracts.batch import IGNORE
         from pretrain.objectives.finetune import labels_term
-        from pretrain.tasks.labelled import LabelledRows, chosen_terms, correct_term
+        from pretrain.tasks.labelled import LabelledRows, correct_term
         from pretrain.tasks.task_metrics import matthews
 
         found = LabelledRows(validation, self.logits)
@@ -188,31 +187,35 @@ class LabelledTask(Task):
             own = replace(own, places=found.places())  # a loss of no labels would be 0
         if not guesses or ("label" not in found.columns and "tags" not in found.columns):
             return own
-        correct = correct_term()
-        chosen = chosen_terms(len(found.names)) if "label" in found.columns else []
+        num = len(found.names) if "label" in found.columns else 0
+        chosen_C = torch.zeros(num, dtype=torch.float64)
+        correct = correct_term(chosen_C if num else None)
 
         def classes(batch: Batch) -> Tensor:
             labels = batch.labels["class"]
-            return torch.bincount(labels[labels != IGNORE].long(), minlength=len(chosen))
+            given_C = torch.bincount(labels[labels != IGNORE].long(), minlength=num)
+            both = torch.cat([given_C, chosen_C])
+            chosen_C.zero_()
+            return both
 
         def figures(
             totals: Mapping[str, float], counts: Mapping[str, float], tally: Any, step: int
         ) -> dict[str, float]:
             count, right = max(counts[correct.over], 1.0), totals[correct.name]
             shares = {"accuracy": right / count}
-            if chosen:
-                each = np.array([totals[term.name] for term in chosen])
-                shares["majority"] = float(tally.max()) / count
-                shares["mcc"] = matthews(tally.numpy(), each, right)
+            if num:
+                given, chosen = tally.view(2, num).numpy()
+                shares["majority"] = float(given.max()) / count
+                shares["mcc"] = matthews(given, chosen, right)
             return {**own.figures(totals, counts, tally, step), **shares}
 
         return Measure(
             found,
-            [*terms, correct, *chosen],
+            [*terms, correct],
             figures,
             self.counts,
-            tally=classes if chosen else None,
-            tallies=len(chosen),
+            tally=classes if num else None,
+            tallies=2 * num,
             places=own.places,
         )
 

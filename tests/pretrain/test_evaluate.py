@@ -132,6 +132,12 @@ def test_tokens_that_the_teacher_was_not_trained_on_are_named(
         assert found and 0.5 < float(found[1]) < 5
 
 
+def test_rows_without_a_masked_token_are_measured(corpus: Path) -> None:
+    measured = measure_head(open_shards(corpus, "validation"), teacher=True, probability=0.0)
+    found = evaluate(tiny_distilbert(), tiny_bert(), measured, rows=2, accelerator=Accelerator())
+    assert found["masked_tokens"] == found["teacher_loss"] == 0
+
+
 def test_the_student_is_left_in_training_mode(corpus: Path) -> None:
     student, shards = tiny_distilbert().train(), open_shards(corpus, "validation")
     first = evaluate(

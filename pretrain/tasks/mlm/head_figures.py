@@ -42,20 +42,19 @@ def measure_head(validation: ShardSet, *, teacher: bool, probability: float = 0.
         teacher: whether there is one.
         probability: share of the tokens that is masked.
     """
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []  # of the teacher, for the chunks of a batch
-    terms = figures_of_head(seen if teacher else None)
     size = validation.manifest.tokenizer.vocab_size
+    guessed_2V = torch.zeros(2, size, dtype=torch.float64) if teacher else None
+    terms = figures_of_head(guessed_2V)
     untrained: list[int] = []  # tokens, the most frequent first
 
     def tally(batch: Batch) -> Tensor:
         labels = batch.labels["masked"]
         counts_V = torch.bincount(labels[labels != IGNORE].long(), minlength=size).double()
-        if not teacher:
+        if guessed_2V is None:
             return counts_V
-        labels_N, right_N, loss_N = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
-        seen.clear()
-        of_teacher = [torch.bincount(labels_N, x.double(), size) for x in (right_N, loss_N)]
-        return torch.cat([counts_V, *of_teacher])
+        found = torch.cat([counts_V, *guessed_2V])
+        guessed_2V.zero_()
+        return found
 
     def figures(
         totals: Mapping[str, float], counts: Mapping[str, float], tally_X: Tensor, step: int
@@ -96,18 +95,21 @@ def measure_head(validation: ShardSet, *, teacher: bool, probability: float = 0.
     return Measure(examples, terms, figures, counted, tally=tally, tallies=tallies, doubts=doubts)
 
 
-def figures_of_head(seen: list[tuple[Tensor, Tensor, Tensor]] | None) -> list[Term]:
+def figures_of_head(guessed_2V: Tensor | None) -> list[Term]:
     """Return what is measured at masked positions, as terms of weight 1.
 
     Args:
-        seen: receives (labels [N], 1.0 where the teacher is right [N], its loss [N]) of each chunk;
-            None without a teacher.
+        guessed_2V: to these the teacher's right guesses and losses of each token are added, on the
+            host; None without a teacher.
     """
 
     def of_teacher(_: Tensor, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        assert seen is not None
+        assert guessed_2V is not None
         loss_N = cross_entropy(logits_NV, labels_N)
-        seen.append((labels_N, is_correct(logits_NV, labels_N), loss_N))
+        for sums_V, values_N in zip(
+            guessed_2V, (is_correct(logits_NV, labels_N), loss_N), strict=True
+        ):
+            sums_V += torch.bincount(labels_N.cpu(), values_N.double().cpu(), len(sums_V))
         return loss_N
 
     def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
@@ -118,7 +120,7 @@ def figures_of_head(seen: list[tuple[Tensor, Tensor, Tensor]] | None) -> list[Te
         term("loss", lambda s, t, labels: cross_entropy(s, labels)),
         term("accuracy", lambda s, t, labels: is_correct(s, labels)),
     ]
-    if seen is not None:
+    if guessed_2V is not None:
         terms += [
             term("kl", lambda s, t, _: kl_divergence(s, t, temperature=1.0), True),
             term("agreement", lambda s, t, _: is_correct(s, t.argmax(-1)), True),
