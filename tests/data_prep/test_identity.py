@@ -177,6 +177,7 @@ def test_a_dataset_of_the_hub_is_its_name_and_its_commit(make_config: Any, hub: 
     assert (alice.output / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.slow  # four imports of datasets; the next test fails for the same faults of units
 def test_each_file_of_a_dataset_is_a_unit(
     make_config: Any, hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
