@@ -195,7 +195,8 @@ class ScoresKeys(Keys):
     entries are models of their own. `teacher` is the model that the others are compared with, and
     `without` lists tasks that a second average leaves out. `published` are rows of others' figures,
     by the names of columns, to be printed beside ours. Of `baseline` the difference of each other
-    model is printed, and whether its sign is resolved. `timed` adds the size of each model, and
+    model is printed, whether its sign is resolved, and which share of the teacher's lead it is.
+    `timed` adds the size of each model, and
     the seconds of a pass over the examples, one at a time on the CPU.
     """
 
@@ -207,8 +208,8 @@ class ScoresKeys(Keys):
     teacher: str | None = None
     """Model that the others' retention is of."""
     baseline: str | None = None
-    """Model from which the difference of each other one is printed, and whether its sign is
-    resolved.
+    """Model from which the difference of each other one is printed, whether its sign is resolved,
+    and which share of the teacher's lead it is.
     """
     without: tuple[str, ...] = ()
     """Tasks that a second average leaves out."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import Split
@@ -117,32 +119,69 @@ def differences(table: Table, baseline: str) -> dict[str, Figure]:
     and seeds of each model.
     """
     found = {}
-    for model, ours in table.items():
-        both = [(ours[task], theirs) for task, theirs in table[baseline].items() if task in ours]
-        if model != baseline and both:
-            draw = np.random.default_rng(0)
-            drawn = [_gap(both, draw) for _ in range(RESAMPLES)]
+    for model in table:
+        tasks = _tasks(table, baseline, model)
+        if model != baseline and tasks:
+            values = _gaps(tasks)[:, 0]
             # One seed of each says nothing of what other seeds would give.
-            alone = any(len(runs) < 2 for pair in both for runs in pair)
-            found[model] = interval(_gap(both, None), [np.nan] if alone else drawn)
+            alone = any(len(runs) < 2 for runs in chain(*tasks))
+            found[model] = interval(values[0], [np.nan] if alone else values[1:])
     return found
 
 
-def _gap(
-    pairs: Sequence[tuple[Sequence[Scored], Sequence[Scored]]], draw: np.random.Generator | None
-) -> float:
-    """Return the mean difference over tasks; with `draw` of a resample."""
-    gaps = []
-    for pair in pairs:
-        size = pair[0][0].measured.size
-        some = None if draw is None else draw.integers(size, size=size)
-        means = []
-        for runs in pair:
-            places = range(len(runs)) if draw is None else draw.integers(len(runs), size=len(runs))
-            scores = {i: runs[i].measured.score(runs[i].metric, some) for i in {*places}}
-            means.append(np.mean([scores[i] for i in places]))
-        gaps.append(float(means[0] - means[1]))
-    return float(np.mean(gaps))
+def rooms(table: Table, baseline: str, teacher: str) -> dict[str, Figure | None]:
+    """Return which share of the way from a baseline to a teacher each model goes, by its means.
+
+    None: no room, because the teacher is less than two standard errors ahead of the baseline.
+    The tasks are those that all three have. A resample draws examples, the same ones for the three,
+    and seeds of each; where the teacher is not ahead in a resample, it has no share.
+    """
+    found: dict[str, Figure | None] = {}
+    for model in table:
+        tasks = _tasks(table, baseline, model, teacher)
+        if model not in (baseline, teacher) and tasks:
+            ours, theirs = _gaps(tasks).T
+            room = theirs[0] >= 2 * theirs[1:].std()
+            shares = ours / np.where(theirs > 0, theirs, np.nan)
+            found[model] = interval(shares[0], shares[1:]) if room else None
+    return found
+
+
+def _tasks(table: Table, *models: str) -> list[list[list[Scored]]]:
+    """Return the runs [task][model] of the tasks that all these models have."""
+    first, *others = (table[model] for model in models)
+    return [
+        [first[task], *(of_task[task] for of_task in others)]
+        for task in first
+        if all(task in of_task for of_task in others)
+    ]
+
+
+def _gaps(tasks: Sequence[Sequence[Sequence[Scored]]]) -> NDArray[np.float64]:
+    """Return how far each model but the first is ahead of it: means over tasks and seeds.
+
+    Args:
+        tasks: runs [task][model].
+
+    Returns:
+        gaps [1 + RESAMPLES, models - 1]: of all examples, and of each resample.
+    """
+    draw, found = np.random.default_rng(0), []
+    for resampled in [False] + [True] * RESAMPLES:
+        gaps = []
+        for models in tasks:
+            size = models[0][0].measured.size
+            some = draw.integers(size, size=size) if resampled else None
+            means = []
+            for runs in models:
+                places = np.arange(len(runs))
+                if resampled:
+                    places = draw.integers(len(runs), size=len(runs))
+                scores = {i: runs[i].measured.score(runs[i].metric, some) for i in {*places}}
+                means.append(np.mean([scores[i] for i in places]))
+            gaps.append([mean - means[0] for mean in means[1:]])
+        found.append(np.mean(gaps, axis=0))
+    return np.array(found)
 
 
 def sign(difference: Figure) -> str:

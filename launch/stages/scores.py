@@ -17,7 +17,7 @@ from pretrain.files import replace_json
 from pretrain.run_folder import recorded
 
 SCORES = "scores.json"  # in the output
-CODE = 2  # raised when the same inputs would give other scores
+CODE = 3  # raised when the same inputs would give other scores
 
 
 class Scores(Compared):
@@ -58,7 +58,7 @@ class Scores(Compared):
         if self._kept() == identity:
             show(f"{config.output / SCORES}: up to date")
             return ExitCode.DONE
-        from pretrain.suite import differences, figures_of, score_runs, sign, timed
+        from pretrain.suite import differences, figures_of, rooms, score_runs, sign, timed
 
         quiet()
         table = score_runs(config.models, config.split, show)
@@ -67,6 +67,9 @@ class Scores(Compared):
         if config.baseline is not None:
             for model, figure in differences(table, config.baseline).items():
                 rows[model] |= {f"against {config.baseline}": figure, "sign": sign(figure)}
+            if config.teacher not in (None, config.baseline):
+                for model, of_room in rooms(table, config.baseline, config.teacher).items():
+                    rows[model]["room"] = of_room or "no room"
         if config.timed:
             for model, runs in config.models.items():
                 rows[model] |= timed(runs[0], config.split, show)
@@ -85,6 +88,12 @@ class Scores(Compared):
             "retention: of the teacher's average, over the same tasks; a difference: of means over "
             "seeds, with both drawn"
         )
+        if any("room" in row for row in rows.values()):
+            teacher, baseline = config.teacher, config.baseline
+            show(
+                f"room: (x - {baseline}) / ({teacher} - {baseline}), of means; no room: {teacher} "
+                "is less than two standard errors ahead"
+            )
         seeds = {
             model: {task: {one.seed: one.score for one in runs} for task, runs in of_task.items()}
             for model, of_task in table.items()

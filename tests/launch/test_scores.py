@@ -39,9 +39,13 @@ def test_scores_of_runs_are_those_of_evaluate_and_are_kept(
     scores: dict[str, Any] = {
         "stage": "scores",
         "output": "scores",
-        "models": {"teacher": ["teacher"], "student": ["student-0", "student-1"]},
+        "models": {
+            "teacher": ["teacher"],
+            "student": ["student-0", "student-1"],
+            "again": ["student-1"],
+        },
         "teacher": "teacher",
-        "baseline": "teacher",
+        "baseline": "again",
         "timed": True,
         "published": {"paper": {"average": 0.5}},
     }
@@ -58,10 +62,13 @@ def test_scores_of_runs_are_those_of_evaluate_and_are_kept(
     assert {seed: kept["seeds"]["student"][shards.name][seed] for seed in ("0", "1")} == {
         seed: found[f"student-{seed}"] for seed in ("0", "1")
     }
-    assert kept["others"]["student"]["sign"] == "one seed"  # of the teacher
+    assert kept["others"]["student"]["sign"] == "one seed"  # of the baseline
+    # Twelve examples: no teacher is two standard errors ahead.
+    assert kept["others"]["student"]["room"] == "no room" and "room" not in kept["others"]["again"]
+    assert "room: (x - again) / (teacher - again)" in out
     assert kept["others"]["teacher"]["M parameters"] > 0 and "paper, published" in out
     assert "(done)" in distil("recipe", "recipe.yaml").out
-    recipe["runs"] = [scores | {"models": {"teacher": ["teacher"], "other": ["nothing"]}}]
+    recipe["runs"] = [scores | {"models": {"teacher": ["teacher"], "again": ["nothing"]}}]
     Path("recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     code, _, err = distil("recipe", "recipe.yaml")
     assert code == 2 and "nothing: no such run" in err

@@ -16,7 +16,7 @@ from pretrain import RunError
 from pretrain.encoders import compare_vectors
 from pretrain.monitor.figures import Figure, share
 from pretrain.scores import Measured, _of_labels, _of_tags, figures, retention
-from pretrain.suite import Scored, differences, figures_of, sign
+from pretrain.suite import Scored, differences, figures_of, rooms, sign
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.task_metrics import of_classes, of_scores
 from pretrain.tasks.token_classification.entities import Entity, counts, entities
@@ -265,6 +265,28 @@ def test_a_difference_is_that_of_paired_examples_and_of_seeds() -> None:
         alone = {one: {"t": runs_of(base)}, other: {"t": runs_of(ours, ours)}}
         found = differences(alone, "base")["ours"]
         assert (found.low, found.high, sign(found)) == (None, None, "one seed")
+
+
+def test_the_share_of_the_room_is_that_of_means_and_none_where_the_teacher_is_not_ahead() -> None:
+    size = 2000
+    base, theirs = (np.arange(size) < n for n in (1400, 1800))  # 0.7 and 0.9
+    ours = (np.arange(size) < 1500), (np.arange(size) < 1600)  # 0.75 and 0.8
+    right = {"base": [base] * 2, "ours": ours, "teacher": [theirs]}
+    table = {
+        model: {"t": runs_of(*(one.astype(np.int64) for one in of_seeds))}
+        for model, of_seeds in right.items()
+    }
+    [(name, found)] = rooms(table, "base", "teacher").items()
+    assert name == "ours" and found is not None
+    assert found.value == pytest.approx((0.775 - 0.7) / (0.9 - 0.7))
+    # Two seeds of 0.25 and 0.5 of the way: half of the draws have one of them only.
+    assert found.low == pytest.approx(0.25, abs=0.05) and found.high == pytest.approx(0.5, abs=0.05)
+    # Six examples of 2,000 that only the teacher has right are 2.45 standard errors, three 1.73.
+    for more, room in ((6, True), (3, False)):
+        table["teacher"] = {"t": runs_of((np.arange(size) < 1400 + more).astype(np.int64))}
+        assert (rooms(table, "base", "teacher")["ours"] is not None) == room
+    table["ours"] = {"another": runs_of(base.astype(np.int64))}
+    assert rooms(table, "base", "teacher") == {}
 
 
 def test_an_interval_of_few_examples_holds_the_true_score() -> None:
