@@ -3,11 +3,11 @@
     python benchmarks/results.py [--check]      (`make results`)
 
 The records are appended by `--record` of `distil evaluate`, `demo`, `bench` and `prepare`, and of
-benchmarks/peers.py; docs/results/texts.yaml says where their figures stand: in docs/results.md with
-its plot, in the blocks of README.md between `<!-- NAME -->` and `<!-- end -->`, in the lines
-`# Measured:` that end the headers of configs, and in the blocks `<!-- measured CONFIG -->` of the
-papers' pages. With --check nothing is written, and a file that
-differs is an error.
+benchmarks/peers.py; docs/results/texts.yaml says where their figures stand: in the rows of
+docs/results.md and the page of each record beside it, in the blocks of README.md between
+`<!-- NAME -->` and `<!-- end -->`, in the lines `# Measured:` that end the headers of configs, and
+in the blocks `<!-- measured CONFIG -->` of the papers' pages. With --check nothing is written, and
+a file that differs is an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from pretrain.monitor.figures import Figure
 from pretrain.monitor.plot import line_plot
 
 ROOT = Path(__file__).resolve().parents[1]
-_REFERENCE = re.compile(r"\{([^{}/]+)/([^{}/]+)/([^{}/]+?)(%?)\}")  # file/model/figure
-_SEED = re.compile(r"-seed[0-9]+$")
+# {file/model/figure}, as a percentage (%), the share of errors (:errors) or minutes (:minutes)
+_REFERENCE = re.compile(r"\{([^{}/]+)/([^{}]+)/([^{}/]+?)(%|:errors|:minutes)?\}")
+_SEED = re.compile(r"-seed[0-9]+")
 _DEVICES, _OTHERS = "{checked devices}", ("H100", "A100", "V100")
 _FIELDS = ("tokens", "cpu_seconds")  # of a row, shown like figures
 
@@ -98,11 +99,17 @@ class Records:
         """
 
         def value(found: re.Match[str]) -> str:
-            file, model, figure, percent = found.groups()
+            file, model, figure, unit = found.groups()
             try:
-                return shown(self.models(file)[model][figure], percent=bool(percent))
+                figures = self.models(file)[model][figure]
             except KeyError:
                 raise ValueError(f"no record in docs/results has {found[0]}") from None
+            if unit == ":errors":
+                figures = [_errors(figure) for figure in figures]
+            if unit == ":minutes":
+                figures = [Figure(figure.value / 60) for figure in figures]
+                return shown([Figure(mean(figure.value for figure in figures))])
+            return shown(figures, percent=unit in ("%", ":errors"))
 
         return _REFERENCE.sub(value, text.replace(_DEVICES, self.devices()))
 
@@ -132,31 +139,51 @@ class Records:
         return sorted(points.items())
 
 
-def page(records: Records, sections: Sequence[Mapping[str, Any]], plot: str) -> str:
-    """Return docs/results.md; `plot` is the file whose section shows the plot."""
-    parts = ["# Results", "", "Written by `make results` from the records in `docs/results`.", ""]
-    for section in sections:
-        file, labels = section["file"], section["labels"]
-        parts += [f"## {section['title']}", "", records.fill(section["text"]), ""]
-        if file not in records.of_file:
-            parts += ["Not measured.", ""]
-            continue
-        if file == plot:
-            parts += [f"![The plot of the table](results/{plot}.svg)", ""]
-        if _DEVICES in section["text"]:
-            parts += measured_by(records, file)
-            continue
+def _errors(figure: Figure) -> Figure:
+    """Return the share that is wrong, from the share that is right."""
+    low, high = (None if end is None else 1 - end for end in (figure.high, figure.low))
+    return Figure(1 - figure.value, low, high)
+
+
+def summary(records: Records, texts: Mapping[str, Any]) -> str:
+    """Return docs/results.md: the rows that people ask for, and links to all pages."""
+    titles = {section["file"]: section["title"] for section in texts["sections"]}
+    columns = [*texts["columns"], "processor", "command"]
+    parts = ["# Results", "", *texts["summary"].splitlines(), ""]
+    parts += [_line(["", *columns]), _line(["---"] * (len(columns) + 1))]
+    for row in texts["rows"]:
+        file = row["page"]
+        cells = [f"[{row['what']}](results/{file}.md)"]
+        cells += [records.fill(row.get(column, "")) for column in texts["columns"]]
+        last = records.of_file[file][-1]
+        processor = last["hardware"].get("gpu", last["hardware"]["processor"])
+        parts.append(_line([*cells, f"{processor}, {row['precision']}", f"`{row['command']}`"]))
+    others = [file for file in titles if file not in {row["page"] for row in texts["rows"]}]
+    parts += ["", "All other pages:", "", *(f"- [{titles[f]}](results/{f}.md)" for f in others), ""]
+    return "\n".join(parts)
+
+
+def page(records: Records, section: Mapping[str, Any], plot: str) -> str:
+    """Return docs/results/FILE.md; `plot` is the file whose page shows the plot."""
+    file, labels = section["file"], section["labels"]
+    parts = [f"# {section['title']}", "", records.fill(section["text"]), ""]
+    if file == plot:
+        parts += [f"![The plot of the table]({plot}.svg)", ""]
+    if _DEVICES not in section["text"]:
         found = records.models(file)
         names = dict.fromkeys([*(name for name in labels if name in found), *found])
         columns = list(dict.fromkeys(figure for name in names for figure in found[name]))
         heads = [column.replace("_", " ").replace("cpu", "CPU") for column in columns]
-        rows = [["", *heads], ["---"] * (len(heads) + 1)]
+        parts += [_line(["", *heads]), _line(["---"] * (len(heads) + 1))]
         for name in names:
             cells = [shown(found[name][c]) if c in found[name] else "" for c in columns]
-            rows.append([labels.get(name, name), *cells])
-        parts += ["| " + " | ".join(cells) + " |" for cells in rows]
-        parts += ["", *measured_by(records, file)]
-    return "\n".join(parts)
+            parts.append(_line([labels.get(name, name), *cells]))
+        parts.append("")
+    return "\n".join([*parts, *measured_by(records, file)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def measured_by(records: Records, file: str) -> list[str]:
@@ -229,7 +256,10 @@ def outputs(root: Path, records: Records) -> Iterator[tuple[Path, str]]:
     """Yield each file that holds results, and what it should hold."""
     texts = yaml.safe_load((root / "docs" / "results" / "texts.yaml").read_text(encoding="utf-8"))
     plot = texts["plot"]
-    yield root / "docs" / "results.md", page(records, texts["sections"], plot["file"])
+    yield root / "docs" / "results.md", summary(records, texts)
+    for section in texts["sections"]:
+        file = root / "docs" / "results" / f"{section['file']}.md"
+        yield file, page(records, section, plot["file"])
     yield root / "docs" / "results" / f"{plot['file']}.svg", svg(records, plot)
     file = root / "README.md"
     yield file, readme(records, texts["blocks"], file.read_text(encoding="utf-8"))

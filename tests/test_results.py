@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.results import Records, header, outputs, page, paper, readme
+from benchmarks.results import Records, header, outputs, page, paper, readme, summary
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -34,8 +34,12 @@ def record(rows: list[dict[str, Any]], data: str | None = "d" * 64) -> dict[str,
 
 
 def test_every_file_holds_what_the_records_say() -> None:
+    written = set()
     for file, text in outputs(ROOT, Records(RESULTS)):
+        written.add(file)
         assert file.read_text(encoding="utf-8") == text, f"{file}: run make results"
+    assert not set(RESULTS.glob("*.md")) - written
+    assert {file.with_suffix(".md") for file in RESULTS.glob("*.json")} <= written
 
 
 def test_a_figure_that_no_record_has_or_that_was_edited_is_found(tmp_path: Path) -> None:
@@ -52,7 +56,8 @@ def test_a_figure_that_no_record_has_or_that_was_edited_is_found(tmp_path: Path)
         for path, text in outputs(tmp_path, Records(file.parent))
         if path.read_text(encoding="utf-8") != text
     }
-    assert changed >= {"docs/results.md", "README.md", "configs/demo.yaml"}
+    pages = {"docs/results.md", "docs/results/demo.md", "README.md", "configs/demo.yaml"}
+    assert changed >= pages
     file.unlink()
     with pytest.raises(ValueError, match=r"no record in docs/results has \{demo/"):
         list(outputs(tmp_path, Records(file.parent)))
@@ -68,7 +73,8 @@ def test_the_readme_has_no_figure_outside_its_blocks_and_is_short() -> None:
 def test_texts_take_their_figures_from_records() -> None:
     texts = yaml.safe_load((RESULTS / "texts.yaml").read_text(encoding="utf-8"))
     sections = [section["text"] for section in texts["sections"]]
-    for text in (*texts["blocks"].values(), *texts["headers"].values(), *sections):
+    rows = [row[column] for row in texts["rows"] for column in texts["columns"] if column in row]
+    for text in (*texts["blocks"].values(), *texts["headers"].values(), *sections, *rows):
         words = re.sub(r"\{[^{}]+\}|\(\S+\)|95 % interval", "", text)
         assert not [found[0] for found in FIGURE.finditer(words)]
 
@@ -122,12 +128,19 @@ def test_seeds_are_averaged_and_later_records_win(tmp_path: Path) -> None:
     assert records.fill("{x/a/tokens}") == "102 (100 to 104)"
     assert records.curve("x", "a-seed0", "pearson") == [(70, 0.3), (90, 0.1), (100, 0.5)]
     section = {"file": "x", "title": "T", "text": "{x/teacher/pearson}", "labels": {"a": "A"}}
-    lines = page(records, [section, {**section, "file": "none", "text": ""}], "").splitlines()
+    lines = page(records, section, "").splitlines()
     assert "| A | 0.600 (0.500 to 0.700) | 102 (100 to 104) |" in lines
     assert lines.index("| A | 0.600 (0.500 to 0.700) | 102 (100 to 104) |") < lines.index(
         "| teacher | 0.900 ±0.100 |  |"
     )
-    assert "Not measured." in lines
+    assert lines[0] == "# T" and "2026-01-02, commit abc, a CPU, 1 thread(s)" in lines[-2]
+    claim = {"what": "W", "page": "x", "precision": "bf16", "command": "distil x"}
+    claim |= {"score": "{x/teacher/pearson:errors}", "minutes": "{x/a/tokens:minutes}"}
+    texts = {"sections": [section, {**section, "file": "y", "title": "Y"}], "rows": [claim]}
+    texts |= {"summary": "S", "columns": ["score", "minutes", "control"]}
+    lines = summary(records, texts).splitlines()
+    assert "| [W](results/x.md) | 10.0 % ±10.0 | 1.700 |  | a CPU, bf16 | `distil x` |" in lines
+    assert lines[-1] == "- [Y](results/y.md)"
     assert header(records, "{x/teacher/pearson}", "# Title.\n#\n# Measured: old\n# x\na: 1\n") == (
         "# Title.\n#\n# Measured: 0.900 ±0.100\na: 1\n"
     )

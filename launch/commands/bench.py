@@ -276,8 +276,8 @@ def recorded(cell: dict[str, Any]) -> list[dict[str, Any]]:
             "milliseconds": step["milliseconds"],
             "megabytes above the encoders": step["above_trunk_bytes"] / 1e6,
         }
-        if step["mfu"]:
-            figures["MFU"] = step["mfu"]
+        if step["of_peak"]:
+            figures["share of the measured peak"] = step["of_peak"]
         figures["tokens/s"] = step["tokens_per_second"]
         if "ratio" in step:
             figures["times as long as ours"] = step["ratio"]
@@ -309,16 +309,16 @@ def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
                     f"{step['tokens_per_second']:,.0f}",
                     number(step["peak_bytes"] / 1e6),
                     number(step["above_trunk_bytes"] / 1e6),
-                    f"{step['mfu']:.0%}" if step["mfu"] else "-",
+                    f"{step['of_peak']:.0%}" if step["of_peak"] else "-",
                     gain,
                 ]
             )
-    print_table(("precision KL rows", "step", "ms", "tokens/s", "MB", "above", "MFU", "x"), lines)
+    print_table(("precision KL rows", "step", "ms", "tokens/s", "MB", "above", "peak", "x"), lines)
     show(
         "ms: the median. MB: the most at a time, weights and gradients included, no optimizer "
         "state; above: of it, above the encoders. x: how many times as long as ours, the median "
         "of pairs timed one after the other; small models and rows gain nothing",
-        "MFU: the share that goes into the loss of what matrix products reached here in this "
+        "peak: the share that goes into the loss of what matrix products reached here in this "
         "run, " + ", ".join(f"{peak / 1e9:.1f} GFLOP/s ({p})" for p, peak in peaks.items()),
     )
 

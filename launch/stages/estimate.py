@@ -42,7 +42,7 @@ class Target(NamedTuple):
     nodes: int
     processes: int  # on each node
     memory: float | None  # bytes of a process for tensors; None where it is not known
-    rate: float | None  # FLOP/s of all; None where it is not known
+    rates: tuple[float, float] | None  # FLOP/s of all, at best and at worst; None if not known
 
     @property
     def world(self) -> int:
@@ -72,17 +72,19 @@ def target(asked: Launch | None, *, everywhere: bool = True) -> Target:
 
         memory = psutil.virtual_memory().total / processes - _OF_PYTHON
         rate = preset.rate * cores() * nodes
+        rates = rate, rate
         if memory <= 0:
             raise RunError(
                 f"--gpus {processes}: so many processes leave no memory of this machine for "
                 "tensors: give fewer"
             )
         name = f"{nodes} nodes, each a " * (nodes > 1) + f"cpu with {cores()} core(s)"
-        return Target(name, device, nodes, processes, memory, rate)
+        return Target(name, device, nodes, processes, memory, rates)
     memory = preset.memory * (1 - _LEFT_FREE)
     name = preset.name if processes == preset.processes else f"{processes} GPU(s) of {preset.name}"
     name = f"{nodes} nodes of {name}" if nodes > 1 else name
-    return Target(name, device, nodes, processes, memory, preset.rate * nodes * processes)
+    rates = preset.rate * nodes * processes, preset.slow * nodes * processes
+    return Target(name, device, nodes, processes, memory, rates)
 
 
 def on_hardware(config: RunConfig, asked: Launch | None) -> RunConfig:
@@ -209,20 +211,26 @@ def cost_lines(costs: Sequence[Cost], asked: Launch | None) -> list[str]:
     if not known:
         return []
     text = f"{decimal(sum(cost.disk for cost in known))} of checkpoints"
-    seconds, slow = 0.0, False
+    seconds, slow = [0.0, 0.0], False
     for cost in known:
-        rate = target(asked, everywhere=cost.everywhere).rate
-        if rate is None:
+        rates = target(asked, everywhere=cost.everywhere).rates
+        if rates is None:
             return [f"estimate: {text}; for its time add --hardware NAME"]
-        arithmetic = (cost.flop or 0.0) / rate
-        slow |= cost.least > arithmetic
-        seconds += max(cost.least, arithmetic)
+        arithmetic = [(cost.flop or 0.0) / rate for rate in rates]
+        slow |= cost.least > arithmetic[0]
+        seconds = [
+            total + max(cost.least, more) for total, more in zip(seconds, arithmetic, strict=True)
+        ]
     where = target(asked, everywhere=any(cost.everywhere for cost in known))
     why = ", for its network or 20 ms to start a step, not for its arithmetic" * slow
-    line = f"estimate: {duration(seconds)} on {where.name}{why}, {text}"
-    if where.device == "cuda" and where.rate is not None:
-        each = where.rate / where.world / 1e12
-        line += f" (at {each:.0f} TFLOP/s a GPU, not measured there: allow for more)"
+    hours = " to ".join(dict.fromkeys(map(duration, seconds)))
+    line = f"estimate: {hours} on {where.name}{why}, {text}"
+    if where.device == "cuda" and where.rates is not None:
+        fast, least = (rate / where.world / 1e12 for rate in where.rates)
+        known_rate = f"{fast:.0f} TFLOP/s a GPU, as measured on one"
+        guess = f"{fast:.0f} to {least:.1f} TFLOP/s a GPU, not measured there; the least is the "
+        guess += "share of the peak that DistilBERT's authors had on V100s"
+        line += f" (at {guess if least < fast else known_rate})"
     return [line]
 
 

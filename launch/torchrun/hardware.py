@@ -14,7 +14,11 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hold a preset; the values of one that is not `tried` are guesses."""
+    """Hold a preset.
+
+    A GPU's rate is what a record of docs/results has; where there is none, it lies between what a
+    roofline of the step allows and what DistilBERT's authors report: 90 hours on eight V100.
+    """
 
     name: str
     device: Device
@@ -22,8 +26,8 @@ class Hardware:
     precision: str
     micro_batch_size: int | Literal["auto"]
     rate: float  # FLOP/s of a process, of a CPU of a core: docs/performance.md
+    slow: float  # the least; `rate` where it was measured
     memory: float = 0.0  # bytes of a GPU; of a CPU those of this machine count
-    tried: bool = False
 
     def overrides(self, given: Sequence[str]) -> list[str]:
         """Return the preset as overrides, without the keys that the user has given."""
@@ -32,25 +36,28 @@ class Hardware:
         return [f"train.{k}={value}" for k, value in asked.items() if f"train.{k}" not in keys]
 
 
+_V100, _A100, _H200 = 125e12, 312e12, 989e12  # FLOP/s in half precision, of the data sheets
+_AUTHORS = 0.02  # the share of these that 90 hours for 3.3 billion tokens are
+_MEASURED = 0.24 * _H200  # docs/results/step-gpu.json
+
+
+def _gpu(name: str, processes: int, precision: str, rate: float, slow: float, gb: int) -> Hardware:
+    return Hardware(name, "cuda", processes, precision, "auto", rate, slow, gb * 1e9)
+
+
 # For DistilBERT's size and rows of 512 tokens. A CPU process takes 6.1 GB; on a GPU `auto` finds
-# how many rows fit. The GPU presets are untried starting points.
+# how many rows fit.
 PRESETS = (
-    Hardware(
-        "cpu", "cpu", processes=1, precision="fp32", micro_batch_size=8, rate=8e10, tried=True
-    ),
-    Hardware(
-        "1xv100-16gb", "cuda", 1, "fp16", micro_batch_size="auto", rate=0.33 * 125e12, memory=16e9
-    ),
-    Hardware(
-        "8xv100-16gb", "cuda", 8, "fp16", micro_batch_size="auto", rate=0.33 * 125e12, memory=16e9
-    ),
-    Hardware("8xv100-32gb", "cuda", 8, "fp16", "auto", rate=0.33 * 125e12, memory=32e9),
-    Hardware("a100", "cuda", 8, "bf16", micro_batch_size="auto", rate=0.49 * 312e12, memory=40e9),
-    Hardware("8xa100-80gb", "cuda", 8, "bf16", "auto", rate=0.49 * 312e12, memory=80e9),
-    Hardware("h100", "cuda", 1, "bf16", micro_batch_size="auto", rate=0.33 * 989e12, memory=80e9),
-    Hardware("8xh100", "cuda", 8, "bf16", "auto", rate=0.33 * 989e12, memory=80e9),
-    Hardware("h200", "cuda", 1, "bf16", micro_batch_size="auto", rate=0.33 * 989e12, memory=141e9),
-    Hardware("8xh200", "cuda", 8, "bf16", "auto", rate=0.33 * 989e12, memory=141e9),
+    Hardware("cpu", "cpu", processes=1, precision="fp32", micro_batch_size=8, rate=8e10, slow=8e10),
+    _gpu("1xv100-16gb", 1, "fp16", 0.33 * _V100, _AUTHORS * _V100, 16),
+    _gpu("8xv100-16gb", 8, "fp16", 0.33 * _V100, _AUTHORS * _V100, 16),
+    _gpu("8xv100-32gb", 8, "fp16", 0.33 * _V100, _AUTHORS * _V100, 32),
+    _gpu("a100", 8, "bf16", 0.49 * _A100, _AUTHORS * _A100, 40),
+    _gpu("8xa100-80gb", 8, "bf16", 0.49 * _A100, _AUTHORS * _A100, 80),
+    _gpu("h100", 1, "bf16", 0.33 * _H200, _AUTHORS * _H200, 80),
+    _gpu("8xh100", 8, "bf16", 0.33 * _H200, _AUTHORS * _H200, 80),
+    _gpu("h200", 1, "bf16", _MEASURED, _MEASURED, 141),
+    _gpu("8xh200", 8, "bf16", _MEASURED, _MEASURED, 141),
 )
 PRESET_NAMES = ", ".join(preset.name for preset in PRESETS)
 

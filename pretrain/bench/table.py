@@ -364,5 +364,5 @@ def compare(subject: Subject, settings: Settings, say: Callable[[str], None]) ->
     for cell in report["rows"]:
         for step in cell["steps"].values():
             share = step.get("flops", 0.0) / report["peak_flops"][cell["precision"]]
-            step["mfu"] = share if 0 < share <= 1 else None
+            step["of_peak"] = share if 0 < share <= 1 else None
     return report

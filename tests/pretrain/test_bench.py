@@ -47,7 +47,7 @@ def test_synthetic_models_are_measured_without_files(
     code, out, err = distil("bench", "--synthetic", *TINY, "--documents", *options)
     assert code == 0, out + err
     assert "fp32 masked 2" in out and "usual" in out
-    (stated,) = re.findall(r"MFU: .* ([0-9.]+) GFLOP/s \(fp32\)", out)
+    (stated,) = re.findall(r"peak: .* ([0-9.]+) GFLOP/s \(fp32\)", out)
     text = file.read_text(encoding="utf-8")
     assert str(ROOT) not in text and str(tmp_path) not in text and os.uname().nodename not in text
     report = json.loads(text)
@@ -62,8 +62,8 @@ def test_synthetic_models_are_measured_without_files(
     )
     for name in ("ours", "usual", "careful"):
         step = row["steps"][name]
-        assert_whole(step, "mfu", "peak_bytes", "above_trunk_bytes")
-        assert step["mfu"] <= 1 and f" {step['milliseconds']:.3g}"[:3] in out
+        assert_whole(step, "of_peak", "peak_bytes", "above_trunk_bytes")
+        assert step["of_peak"] <= 1 and f" {step['milliseconds']:.3g}"[:3] in out
         assert name == "ours" or (step["ratio"] > 0 and step["above_trunk_share"] > 0)
     assert [cell["layout"] for cell in report["documents"]] == ["article", "paragraph"]
     for cell in report["documents"]:
@@ -154,7 +154,7 @@ def test_other_objectives_are_measured(
     [row], [agreement] = report["rows"], report["agreement"]
     assert "KL over" not in out and 0 < agreement["gradient"] < 1e-4
     assert row["steps"]["usual"]["ratio"] > 0 and row["steps"]["careful"]["ratio"] > 0
-    assert (row["steps"]["ours"]["mfu"] is None) == (name == "minilm")
+    assert (row["steps"]["ours"]["of_peak"] is None) == (name == "minilm")
 
 
 def shipped(*, task: bool) -> list[str]:
