@@ -16,9 +16,11 @@ from launch.commands import RecordFile, quiet
 from launch.console import keep_going, print_table, show
 from pretrain.monitor.records import append_record, check_record, row
 
+CONTROL = "the same layers without a teacher"
 ALONE = "the same size without a teacher"
 _SHORT_NAMES = {
     "the same layers, untrained": "its layers, untrained",
+    CONTROL: "same, no teacher",
     ALONE: "same size, no teacher",
 }
 _SENTENCE = "This function returns a [MASK] of the given objects."
@@ -113,7 +115,9 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     shipped = Path(f"shipped:{kind}-recipe.yaml")
     show(config_line(shipped))
     what = "3 of 6 layers, cosines of vectors" if sentences else "2 of 4 layers, the triple loss"
-    alone = "the same size without a teacher, as many steps of masked language modelling"
+    alone = f"{CONTROL}, for as many CPU seconds of masked language modelling"
+    if sentences:
+        alone = f"{ALONE}, as many steps of masked language modelling"
     headings = {1: f"2/4 student: {what}", 3: f"3/4 {alone}"}
     news, how = False, How()
     stages = [stage_of(entry) for entry in load_config(Recipe, shipped, changes).runs]
@@ -193,7 +197,7 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
     from pretrain.config import RunConfig
     from pretrain.evaluate import UNTRAINED
     from pretrain.lm_heads import GUESSING, evaluate_heads
-    from pretrain.monitor.figures import share
+    from pretrain.monitor.figures import Figure, share
 
     teacher = load_config(RunConfig, Path("shipped:demo.yaml")).teacher
     assert teacher is not None
@@ -221,34 +225,37 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
 
     speeds = {name: ids.numel() / s for name, s in seconds_of(models, forward).items()}
     sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
-    keys, rows = ("accuracy", "agreement"), []
-    begun = {key: share(start[key], start["masked_tokens"]) for key in keys}
+    keys, rows = ("accuracy", "loss", "agreement"), []
+    begun = {key: share(start[key], start["masked_tokens"]) for key in keys if key != "loss"}
+    begun["loss"] = Figure(start["loss"])
     figures: dict[str, Any] = {}
-    for text, name, values in (
-        ("teacher", "teacher", found[teacher]),
-        ("student", "student", found[str(folders["student"])]),
-        (UNTRAINED, "student", begun),
-        (ALONE, "alone", found[str(folders["alone"])]),
+    for text, name, values, cost in (
+        ("teacher", "teacher", found[teacher], {}),
+        ("student", "student", found[str(folders["student"])], cost_of(output / "student")),
+        (UNTRAINED, "student", begun, {}),
+        (CONTROL, "alone", found[str(folders["alone"])], cost_of(output / "alone")),
     ):
-        shares = {key: values[key] for key in keys if key in values}
-        figures[text] = {**shares, "parameters": sizes[name], "tokens/s": round(speeds[name])}
-        cells = [f"{shares[key].value:.1%}" if key in shares else "" for key in keys]
-        rows.append(
-            [_SHORT_NAMES.get(text, text), f"{sizes[name]:,}", *cells, f"{speeds[name]:,.0f}"]
-        )
+        known = {key: values[key] for key in keys if key in values}
+        size, speed = {"parameters": sizes[name]}, {"tokens/s": round(speeds[name])}
+        figures[text] = {**known, **cost, **size, **speed}
+        shown = {key: f"{figure.value:.1%}" for key, figure in known.items()}
+        shown["loss"] = f"{known['loss'].value:.2f}"
+        cells = [shown.get(key, "") for key in keys]
+        cells += [f"{cost['CPU seconds']:.0f}" if cost else "", f"{speeds[name]:,.0f}"]
+        rows.append([_SHORT_NAMES.get(text, text), f"{sizes[name]:,}", *cells])
     few = ["of --quick: on 64 validation rows; distil evaluate reads all of them"] * quick
     fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")
     words = ", ".join(answer["token_str"] for answer in fill(_SENTENCE, top_k=3))
     return {
-        "columns": ["", "parameters", "masked accuracy", "agreement", "tokens/s"],
+        "columns": ["", "parameters", "accuracy", "loss", "agreement", "CPU s", "tokens/s"],
         "rows": rows,
         "figures": figures,
         "meaning": [
             f"{_SENTENCE}  the student's [MASK] = {words}",
-            "masked accuracy: the share of hidden tokens that a model guesses; always guessing the "
-            f"most frequent one gives {found[GUESSING]['accuracy'].value:.1%}",
+            "accuracy: the share of hidden tokens that a model guesses; always guessing the most "
+            f"frequent one gives {found[GUESSING]['accuracy'].value:.1%}; loss: cross-entropy",
             "agreement: the share of hidden tokens where a model and the teacher guess the same",
-            "tokens/s: forward pass in fp32 on this CPU",
+            "CPU s: of training, without a start; tokens/s: forward pass in fp32 on this CPU",
             *few,
         ],
         "next": [
@@ -258,6 +265,12 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
             "  distil prepare CORPUS.yaml     # your own text: docs/CORPUS.md",
         ],
     }
+
+
+def cost_of(run: Path) -> dict[str, float]:
+    """Return the CPU seconds of a run's steps."""
+    entries = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {"CPU seconds": round(sum(e.get("cpu_seconds", 0.0) for e in entries), 1)}
 
 
 def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
