@@ -10,8 +10,9 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -28,6 +29,7 @@ _STDLIB = "python"
 _MIN_PROSE = 200  # characters below which a module's documentation is not a document
 _MIN_WORDS = 4  # of a block
 _SKIPPED_FOLDERS = frozenset(("test", "tests", "testing", "_vendor", "site-packages", "idlelib"))
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MAX_SOURCE = 1 << 22  # bytes of a source file
 
 
@@ -94,7 +96,7 @@ class PythonDocs(SourceKind):
         """Return a package and its version: the docstrings are those of one release."""
         if piece.path == _STDLIB:
             return f"{piece.path} {platform.python_version()}"
-        names = packages_distributions().get(piece.path, [])  # one package may come from several
+        names = _distributions().get(piece.path, [])  # one package may come from several
         return " ".join([piece.path, *(version(name) for name in names)])
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
@@ -114,14 +116,14 @@ class PythonDocs(SourceKind):
             except (SyntaxError, ValueError, RecursionError) as error:
                 yield Rejected(where, "not parsed", error_line(error, 100))
                 continue
-            nodes = sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0))
-            if path.parent.name == "pydoc_data":  # help topics: a dictionary of long strings
-                constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
-                strings = [value for value in constants if isinstance(value, str)]
-            else:
-                kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-                documented = [node for node in nodes if isinstance(node, kinds)]
-                strings = [ast.get_docstring(node, clean=False) or "" for node in documented]
+            topics = path.parent.name == "pydoc_data"  # a dictionary of long strings
+            nodes = ast.walk(tree) if topics else _statements(tree)
+            strings = []
+            for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+                if topics and isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    strings.append(node.value)
+                elif not topics and isinstance(node, _DOCUMENTED):
+                    strings.append(ast.get_docstring(node, clean=False) or "")
             blocks: dict[str, None] = {}  # each once, in order
             for string in strings:
                 for block in re.split(r"\n\s*\n", inspect.cleandoc(string)):
@@ -162,3 +164,18 @@ def _modules(folder: Path) -> Iterator[Path]:
             wanted = name.endswith(".py") and not name.startswith("test_")
             if wanted and not path.is_symlink() and path.stat().st_size <= _MAX_SOURCE:
                 yield path
+
+
+def _statements(tree: ast.Module) -> list[ast.AST]:
+    """Return a module and its statements, without their expressions: a tenth of its nodes."""
+    found: list[ast.AST] = [tree]
+    for node in found:
+        for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+            found += getattr(node, field, ())
+    return found
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Return the distributions of each package; reading them takes 0.2 seconds."""
+    return packages_distributions()
