@@ -2,8 +2,8 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
-# Tests wait for processes of their own a quarter of their time.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
+# Tests wait for processes of their own; a fourth worker gains nothing (docs/LOG.md).
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .PHONY: install demo demo-sentences demo-quick test test-slow test-browser test-gpu checks figures results config-page torture clean
 

@@ -199,8 +199,8 @@ def test_the_list_of_commands_needs_no_large_package() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("evaluate", "export", "recipe"),
-        pytest.param(("verify", "inspect", "report", "replay"), marks=pytest.mark.slow),
+        ("evaluate", "export"),
+        pytest.param(("recipe", "verify", "inspect", "report", "replay"), marks=pytest.mark.slow),
     ],
 )
 def test_commands_run_in_new_processes(distil: Distil, run: Path, names: tuple[str, ...]) -> None:

@@ -177,7 +177,8 @@ def test_what_a_run_would_refuse_is_refused(
     ("model", "shown"),
     [
         ({"vocab_size": 3}, "full rows of 512, 3 words"),
-        ({"max_position_embeddings": 64}, "full rows of 64,"),
+        # Rows of 16 are those of the test of networks below.
+        pytest.param({"max_position_embeddings": 64}, "full rows of 64,", marks=pytest.mark.slow),
         ({"model_type": "modernbert", "max_position_embeddings": 8192}, "full rows of 512,"),
     ],
 )

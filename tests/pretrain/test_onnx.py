@@ -140,7 +140,11 @@ def test_every_family_computes_what_transformers_does_in_fp64(
         assert far < 2e-5, (size, length, far)
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["mean", "cls"])
+# The mean is that of test_sentence_encoders_have_the_vectors_of_their_folder.
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(False, id="mean", marks=pytest.mark.slow), pytest.param(True, id="cls")],
+)
 def test_pooling_dense_and_normalize_are_in_the_graph(
     first: bool, tmp_path: Path, corpus: Path
 ) -> None:

@@ -322,7 +322,7 @@ def test_a_pruned_folder_is_planned_compared_evaluated_and_exported(
 @pytest.mark.parametrize(
     "family",
     # What differs by family is tested for all of them by the test of a pruned model.
-    [f if f == "modernbert" else pytest.param(f, marks=pytest.mark.slow) for f in READERS],
+    [f if f == "bert" else pytest.param(f, marks=pytest.mark.slow) for f in READERS],
 )
 def test_a_pruned_folder_is_continued_and_exported(
     family: str, tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch

@@ -358,7 +358,16 @@ def test_soft_labels_of_the_data_need_no_teacher(tmp_path: Path) -> None:
         runs.start(values | {"objective": {"name": "finetune"}, "output": str(tmp_path / "hard")})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# What differs between the kinds is the layout of their logits: of examples, or of tokens.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        k
+        if k in ("classification", "question_answering")
+        else pytest.param(k, marks=pytest.mark.slow)
+        for k in KINDS
+    ],
+)
 def test_kept_logits_train_as_the_teacher_does(tmp_path: Path, kind: str) -> None:
     """Train with the teacher in each step, with a file that is written, and without the teacher."""
     task_data.make(tmp_path, kind)

@@ -116,7 +116,15 @@ def test_twenty_steps_equal_a_plain_loop(tmp_path: Path) -> None:
         assert any(torch.equal(tensor, theirs) for theirs in teacher.values()), name
 
 
-@pytest.mark.parametrize("family", ["distilbert", "roberta", "modernbert"])
+# The walks of the two slow ones are test_families'.
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("distilbert", marks=pytest.mark.slow),
+        pytest.param("roberta", marks=pytest.mark.slow),
+        "modernbert",
+    ],
+)
 def test_other_families_train_and_resume(family: str, tmp_path: Path) -> None:
     values = settings(tmp_path, family)
     if family == "modernbert":  # layers of one kind, after a teacher with two
