@@ -1,4 +1,4 @@
-"""Check the demo's result: its student has learned, and more than its layers did without a teacher."""
+"""Check the demo: its student has learned, and more than its layers did without a teacher."""
 
 import json
 import sys

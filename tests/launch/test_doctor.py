@@ -32,8 +32,8 @@ def test_tested_versions_are_those_of_the_constraints() -> None:
     assert {name: pins[name] for name in checks.TESTED} == checks.TESTED
 
 
-# Real processes, as a user starts them: the machine's checks are test_inputs_of_a_run's, too, the ranks'
-# test_a_node_that_does_not_answer's.
+# Real processes. Checks of the machine are those of test_inputs_of_a_run, too, and the ranks are
+# those of test_a_node_that_does_not_answer.
 @pytest.mark.slow
 def test_this_machine_is_well_and_two_processes_sum() -> None:
     code, out, err = in_a_process("doctor", "--distributed", "--gpus", 2)
