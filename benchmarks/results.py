@@ -4,10 +4,10 @@
 
 The records are appended by `--record` of `distil evaluate`, `demo`, `bench` and `prepare`, and of
 benchmarks/peers.py; docs/results/texts.yaml says where their figures stand: in the rows of
-docs/results.md and the page of each record beside it, in the blocks of README.md between
-`<!-- NAME -->` and `<!-- end -->`, in the lines `# Measured:` that end the headers of configs, and
-in the blocks `<!-- measured CONFIG -->` of the papers' pages. With --check nothing is written, and
-a file that differs is an error.
+docs/results.md and the page of each record beside it, in the blocks of README.md and
+docs/choosing.md between `<!-- NAME -->` and `<!-- end -->`, in the lines `# Measured:` that end
+the headers of configs, and in the blocks `<!-- measured CONFIG -->` of the papers' pages. With
+--check nothing is written, and a file that differs is an error.
 """
 
 from __future__ import annotations
@@ -221,12 +221,12 @@ def svg(records: Records, plot: Mapping[str, Any]) -> str:
 
 
 def readme(records: Records, blocks: Mapping[str, str], text: str) -> str:
-    """Return README.md with its blocks filled in."""
+    """Return README.md, or another page, with its blocks filled in."""
     for name, block in blocks.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
         if not found or end not in rest:
-            raise ValueError(f"README.md has no block {begin.strip()} ... {end}")
+            raise ValueError(f"the page has no block {begin.strip()} ... {end}")
         text = before + begin + records.fill(block) + end + rest.partition(end)[2]
     return text
 
@@ -261,8 +261,9 @@ def outputs(root: Path, records: Records) -> Iterator[tuple[Path, str]]:
         file = root / "docs" / "results" / f"{section['file']}.md"
         yield file, page(records, section, plot["file"])
     yield root / "docs" / "results" / f"{plot['file']}.svg", svg(records, plot)
-    file = root / "README.md"
-    yield file, readme(records, texts["blocks"], file.read_text(encoding="utf-8"))
+    for name, blocks in (("README.md", "blocks"), ("docs/choosing.md", "choosing")):
+        file = root / name
+        yield file, readme(records, texts[blocks], file.read_text(encoding="utf-8"))
     for name, template in texts["headers"].items():
         file = root / "configs" / f"{name}.yaml"
         yield file, header(records, template, file.read_text(encoding="utf-8"))

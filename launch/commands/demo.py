@@ -14,7 +14,7 @@ import typer
 
 from launch.commands import RecordFile, quiet
 from launch.console import keep_going, print_table, show
-from pretrain.monitor.records import append_record, check_record, row
+from pretrain.monitor.records import append_record, check_record, of_run, row
 
 CONTROL = "the same layers without a teacher"
 ALONE = "the same size without a teacher"
@@ -229,12 +229,14 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
     begun = {key: share(start[key], start["masked_tokens"]) for key in keys if key != "loss"}
     begun["loss"] = Figure(start["loss"])
     figures: dict[str, Any] = {}
-    for text, name, values, cost in (
-        ("teacher", "teacher", found[teacher], {}),
-        ("student", "student", found[str(folders["student"])], cost_of(output / "student")),
-        (UNTRAINED, "student", begun, {}),
-        (CONTROL, "alone", found[str(folders["alone"])], cost_of(output / "alone")),
+    costs = {name: of_run(output / name).get("cpu_seconds", 0.0) for name in ("student", "alone")}
+    for text, name, values in (
+        ("teacher", "teacher", found[teacher]),
+        ("student", "student", found[str(folders["student"])]),
+        (UNTRAINED, "student", begun),
+        (CONTROL, "alone", found[str(folders["alone"])]),
     ):
+        cost = {"CPU seconds": costs[name]} if text in ("student", CONTROL) else {}
         known = {key: values[key] for key in keys if key in values}
         size, speed = {"parameters": sizes[name]}, {"tokens/s": round(speeds[name])}
         figures[text] = {**known, **cost, **size, **speed}
@@ -265,12 +267,6 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
             "  distil prepare CORPUS.yaml     # your own text: docs/CORPUS.md",
         ],
     }
-
-
-def cost_of(run: Path) -> dict[str, float]:
-    """Return the CPU seconds of a run's steps."""
-    entries = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return {"CPU seconds": round(sum(e.get("cpu_seconds", 0.0) for e in entries), 1)}
 
 
 def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:

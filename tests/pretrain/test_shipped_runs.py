@@ -44,31 +44,22 @@ def test_the_shipped_recipe_trains_a_student_by_an_assistant(tmp_path: Path, cor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["english-3x384"])
-def test_a_shipped_comparison_runs_in_its_order(name: str, tmp_path: Path, corpus: Path) -> None:
-    """Train each run of a recipe with tiny models, which continue and teach as its own do."""
+@pytest.mark.parametrize("name", ["english-3x384", "rxn-6l", "budgets"])
+def test_each_arm_of_a_shipped_comparison_trains(name: str, tmp_path: Path, corpus: Path) -> None:
+    """Train the first seed's runs with a tiny teacher of twelve layers."""
     save_teacher(
         tmp_path / "teacher",
         build("bert", num_hidden_layers=12, layer_norm_eps=1e-12, hidden_act="gelu", **SPECIAL),
     )
-    path = CONFIGS / f"{name}.yaml"
-    overrides = [f"defaults.shards={corpus}"]
-    outputs: dict[str, Path] = {}
-    for i, run in enumerate(load_config(Recipe, path, []).runs):
-        outputs[run.output.name] = tmp_path / str(i)
-        changes = {"output": tmp_path / str(i), "evaluation.rows": 4}
-        changes |= {"train.max_steps": 2, "train.global_batch_size": 2, "train.micro_batch_size": 2}
-        if run.teacher is not None:
-            changes["teacher"] = tmp_path / "teacher"
-        if run.student.hidden_size is not None:
-            changes["student"] = NARROW.replace("num_attention_heads: 2", "num_attention_heads: 4")
-        if run.model is not None and run.model.init is not None:
-            changes["model.init"] = outputs[Path(run.model.init).name]
-        elif run.model is not None:
-            changes["model.hidden_size"] = changes["model.intermediate_size"] = 16
-        overrides += [f"runs.{i}.{key}={value}" for key, value in changes.items()]
-    for run in load_config(Recipe, path, overrides).runs:
-        assert train(run).ended == "finished"
+    [entry] = load_config(Recipe, CONFIGS / f"{name}.yaml").runs
+    arms = {label: run for label, run in entry.sweep.items() if label.startswith("seed0")}
+    assert len(arms) == (6 if name == "budgets" else 3)
+    for label, run in arms.items():
+        given = {"output": tmp_path / label, "shards": corpus, "teacher": str(tmp_path / "teacher")}
+        given["evaluation"] = run.evaluation.model_copy(update={"rows": 4})
+        tiny = run.model_copy(update=given)
+        tiny = tiny.with_train(max_steps=2, global_batch_size=2, micro_batch_size=2)
+        assert train(tiny).ended == "finished"
 
 
 @pytest.mark.slow
