@@ -104,11 +104,10 @@ class Records:
                 figures = self.models(file)[model][figure]
             except KeyError:
                 raise ValueError(f"no record in docs/results has {found[0]}") from None
+            if unit == ":minutes":
+                return shown([Figure(mean(figure.value for figure in figures) / 60)])
             if unit == ":errors":
                 figures = [_errors(figure) for figure in figures]
-            if unit == ":minutes":
-                figures = [Figure(figure.value / 60) for figure in figures]
-                return shown([Figure(mean(figure.value for figure in figures))])
             return shown(figures, percent=unit in ("%", ":errors"))
 
         return _REFERENCE.sub(value, text.replace(_DEVICES, self.devices()))

@@ -117,13 +117,14 @@ class PythonDocs(SourceKind):
                 yield Rejected(where, "not parsed", error_line(error, 100))
                 continue
             topics = path.parent.name == "pydoc_data"  # a dictionary of long strings
-            nodes = ast.walk(tree) if topics else _statements(tree)
-            strings = []
-            for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
-                if topics and isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    strings.append(node.value)
-                elif not topics and isinstance(node, _DOCUMENTED):
-                    strings.append(ast.get_docstring(node, clean=False) or "")
+            found = ast.walk(tree) if topics else _statements(tree)
+            nodes = sorted(found, key=lambda node: getattr(node, "lineno", 0))
+            if topics:
+                constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+                strings = [value for value in constants if isinstance(value, str)]
+            else:
+                documented = [node for node in nodes if isinstance(node, _DOCUMENTED)]
+                strings = [ast.get_docstring(node, clean=False) or "" for node in documented]
             blocks: dict[str, None] = {}  # each once, in order
             for string in strings:
                 for block in re.split(r"\n\s*\n", inspect.cleandoc(string)):

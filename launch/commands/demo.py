@@ -115,9 +115,8 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     shipped = Path(f"shipped:{kind}-recipe.yaml")
     show(config_line(shipped))
     what = "3 of 6 layers, cosines of vectors" if sentences else "2 of 4 layers, the triple loss"
-    alone = f"{CONTROL}, for as many CPU seconds of masked language modelling"
-    if sentences:
-        alone = f"{ALONE}, as many steps of masked language modelling"
+    alone = f"{ALONE}, as many steps" if sentences else f"{CONTROL}, for as many CPU seconds"
+    alone += " of masked language modelling"
     headings = {1: f"2/4 student: {what}", 3: f"3/4 {alone}"}
     news, how = False, How()
     stages = [stage_of(entry) for entry in load_config(Recipe, shipped, changes).runs]
@@ -238,8 +237,8 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
     ):
         cost = {"CPU seconds": costs[name]} if text in ("student", CONTROL) else {}
         known = {key: values[key] for key in keys if key in values}
-        size, speed = {"parameters": sizes[name]}, {"tokens/s": round(speeds[name])}
-        figures[text] = {**known, **cost, **size, **speed}
+        figures[text] = {**known, **cost, "parameters": sizes[name]}
+        figures[text]["tokens/s"] = round(speeds[name])
         shown = {key: f"{figure.value:.1%}" for key, figure in known.items()}
         shown["loss"] = f"{known['loss'].value:.2f}"
         cells = [shown.get(key, "") for key in keys]

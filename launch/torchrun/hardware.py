@@ -29,6 +29,11 @@ class Hardware:
     slow: float  # the least; `rate` where it was measured
     memory: float = 0.0  # bytes of a GPU; of a CPU those of this machine count
 
+    @property
+    def measured(self) -> bool:
+        """Return whether the rate is that of a record, or of a CPU."""
+        return self.slow == self.rate
+
     def overrides(self, given: Sequence[str]) -> list[str]:
         """Return the preset as overrides, without the keys that the user has given."""
         keys = {override.partition("=")[0].strip() for override in given}
@@ -36,28 +41,33 @@ class Hardware:
         return [f"train.{k}={value}" for k, value in asked.items() if f"train.{k}" not in keys]
 
 
-_V100, _A100, _H200 = 125e12, 312e12, 989e12  # FLOP/s in half precision, of the data sheets
-_AUTHORS = 0.02  # the share of these that 90 hours for 3.3 billion tokens are
-_MEASURED = 0.24 * _H200  # docs/results/step-gpu.json
+_AUTHORS = 0.02  # the share of a data sheet's FLOP/s that 90 hours for 3.3 billion tokens are
+# FLOP/s at best and at worst, in half precision.
+_V100 = 0.33 * 125e12, _AUTHORS * 125e12
+_A100 = 0.49 * 312e12, _AUTHORS * 312e12
+_H100 = 0.33 * 989e12, _AUTHORS * 989e12
+_H200 = 0.24 * 989e12, 0.24 * 989e12  # measured: docs/results/step-gpu.json
 
 
-def _gpu(name: str, processes: int, precision: str, rate: float, slow: float, gb: int) -> Hardware:
-    return Hardware(name, "cuda", processes, precision, "auto", rate, slow, gb * 1e9)
+def _gpu(
+    name: str, processes: int, precision: str, rates: tuple[float, float], gigabytes: int
+) -> Hardware:
+    return Hardware(name, "cuda", processes, precision, "auto", *rates, memory=gigabytes * 1e9)
 
 
 # For DistilBERT's size and rows of 512 tokens. A CPU process takes 6.1 GB; on a GPU `auto` finds
 # how many rows fit.
 PRESETS = (
     Hardware("cpu", "cpu", processes=1, precision="fp32", micro_batch_size=8, rate=8e10, slow=8e10),
-    _gpu("1xv100-16gb", 1, "fp16", 0.33 * _V100, _AUTHORS * _V100, 16),
-    _gpu("8xv100-16gb", 8, "fp16", 0.33 * _V100, _AUTHORS * _V100, 16),
-    _gpu("8xv100-32gb", 8, "fp16", 0.33 * _V100, _AUTHORS * _V100, 32),
-    _gpu("a100", 8, "bf16", 0.49 * _A100, _AUTHORS * _A100, 40),
-    _gpu("8xa100-80gb", 8, "bf16", 0.49 * _A100, _AUTHORS * _A100, 80),
-    _gpu("h100", 1, "bf16", 0.33 * _H200, _AUTHORS * _H200, 80),
-    _gpu("8xh100", 8, "bf16", 0.33 * _H200, _AUTHORS * _H200, 80),
-    _gpu("h200", 1, "bf16", _MEASURED, _MEASURED, 141),
-    _gpu("8xh200", 8, "bf16", _MEASURED, _MEASURED, 141),
+    _gpu("1xv100-16gb", 1, "fp16", _V100, 16),
+    _gpu("8xv100-16gb", 8, "fp16", _V100, 16),
+    _gpu("8xv100-32gb", 8, "fp16", _V100, 32),
+    _gpu("a100", 8, "bf16", _A100, 40),
+    _gpu("8xa100-80gb", 8, "bf16", _A100, 80),
+    _gpu("h100", 1, "bf16", _H100, 80),
+    _gpu("8xh100", 8, "bf16", _H100, 80),
+    _gpu("h200", 1, "bf16", _H200, 141),
+    _gpu("8xh200", 8, "bf16", _H200, 141),
 )
 PRESET_NAMES = ", ".join(preset.name for preset in PRESETS)
 

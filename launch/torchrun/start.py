@@ -212,12 +212,8 @@ def describe(
     if preset is None and asked.dry_run and not asked.slurm and layout.nodes > 1:
         yield "for nodes with GPUs; where they have none, add --hardware cpu"
     if preset is not None and asked.added:
-        tried = (
-            ""
-            if preset.slow == preset.rate
-            else " (untried: where to begin, not what was measured)"
-        )
-        yield f"hardware {preset.name}: {' '.join(asked.added)}{tried}"
+        untried = " (untried: where to begin, not what was measured)" * (not preset.measured)
+        yield f"hardware {preset.name}: {' '.join(asked.added)}{untried}"
     rows = f"{train.micro_batch_size} rows x {accumulation} micro-batches"
     if accumulation is None:
         rows = f"{train.global_batch_size // world} rows, in micro-batches that fit,"
