@@ -48,7 +48,7 @@ def main() -> None:
         append_record(arguments.record, shards, found)
     both = []
     for model, others in kept["others"].items():
-        figures = {k: Figure(**value) for k, value in others.items() if isinstance(value, dict)}
+        figures = {k: Figure(*value) for k, value in others.items() if isinstance(value, list)}
         if figures:
             both.append(row(model, figures))
     append_record(arguments.record, None, both)
