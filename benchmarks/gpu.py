@@ -25,14 +25,7 @@ from pretrain.monitor.records import append_record, of_run, row
 from pretrain.plan import plan
 from pretrain.run_folder import recorded, sealed_state
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer that are there."""
-    for name in TOKENIZER:
-        if (source / name).exists():
-            shutil.copy(source / name, folder)
+WEIGHTS = "model.safetensors"
 
 
 def teacher(options: argparse.Namespace) -> None:
@@ -44,33 +37,29 @@ def teacher(options: argparse.Namespace) -> None:
         hidden_size=width, intermediate_size=4 * width, num_attention_heads=max(1, width // 64)
     )
     torch.manual_seed(0)
+    shutil.copytree(options.body, options.folder, ignore=shutil.ignore_patterns(WEIGHTS))
     BertForMaskedLM(config).save_pretrained(options.folder)
-    copy_tokenizer(options.body, options.folder)
 
 
 def half(options: argparse.Namespace) -> None:
     """Write a model in half the bytes."""
-    options.folder.mkdir(parents=True)
-    weights = load_file(options.body / "model.safetensors")
+    shutil.copytree(options.body, options.folder, ignore=shutil.ignore_patterns(WEIGHTS))
+    weights = load_file(options.body / WEIGHTS)
     halved = {k: v.half() if v.is_floating_point() else v for k, v in weights.items()}
-    save_file(halved, options.folder / "model.safetensors", {"format": "pt"})
-    shutil.copy(options.body / "config.json", options.folder)
-    copy_tokenizer(options.body, options.folder)
+    save_file(halved, options.folder / WEIGHTS, {"format": "pt"})
 
 
 def trained(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's steps but those of its first one, which compiles."""
+    """Return the lines of a run's steps, without the first, whose step compiles."""
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
-    assert len(lines) > 1, f"{run}: has {len(lines)} logged step(s), and rates need two"
+    assert len(lines) > 2, f"{run}: has {len(lines)} logged step(s), and a rate needs three"
     return lines[1:]
 
 
 def seconds_of_step(run: Path) -> float:
-    """Return the median seconds of a logged step."""
-    lines = trained(run)
-    between = pairwise(lines)
-    times = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in between]
-    return median(times) if times else lines[0]["elapsed"] / lines[0]["step"]
+    """Return the median seconds of a step, between logged ones."""
+    between = pairwise(trained(run))
+    return median((b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in between)
 
 
 def steps(options: argparse.Namespace) -> None:
@@ -80,10 +69,9 @@ def steps(options: argparse.Namespace) -> None:
 
 def rates(options: argparse.Namespace) -> None:
     """Record tokens/s, memory and the share of the data sheet's FLOP/s of each run."""
-    rows = []
     for run in options.runs:
         config, lines = recorded(run), trained(run)
-        assert config is not None
+        assert config is not None, f"{run}: no run was recorded there"
         flop = plan(config, {}, needs_shards=True).step_flop or 0.0
         figures = {
             "tokens/s": median(line["tokens_per_second"] for line in lines),
@@ -95,8 +83,7 @@ def rates(options: argparse.Namespace) -> None:
             share = flop / figures["seconds a step"] / options.peak
             figures["share of the data sheet's peak"] = share
         print(run.name, *(f"{name} {value:.4g}" for name, value in figures.items()), sep="; ")
-        rows.append(row(run.name, figures, **of_run(run)))
-    append_record(options.record, recorded(options.runs[0]).shards, rows)  # type: ignore[union-attr]
+        append_record(options.record, config.shards, [row(run.name, figures, **of_run(run))])
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -107,7 +94,7 @@ def compare(options: argparse.Namespace) -> None:
         losses.append({e["step"]: e["loss"] for e in lines if e["kind"] == "train"})
         sealed = sealed_state(run)
         assert sealed is not None, f"{run}: has no checkpoint"
-        weights.append(load_file(sealed[0] / "student" / "model.safetensors"))
+        weights.append(load_file(sealed[0] / "student" / WEIGHTS))
     common = sorted({*losses[0]} & {*losses[1]})
     assert common and {*weights[0]} == {*weights[1]}
     figures = {

@@ -17,13 +17,15 @@ distil() { "$PY" -m launch "$@"; }
 tool() { "$PY" -m benchmarks.gpu "$@"; }
 
 pack() {
+    set -e
     mkdir -p "$1/wheels"
     "$PY" -m pip download --quiet --no-deps --dest "$1/wheels" -r tests/gpu/wheels.txt \
         hjson py-cpuinfo msgpack ninja einops
     DS_BUILD_OPS=0 "$PY" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$1/wheels" deepspeed
     distil prepare "$2" output="$1/shards" tokenizer="$3" row_length=512
     tool half "$3" "$1/body"
-    du -a -B1 "$1" | awk '{print $1, $2}' && [ "$(du -s -B1 "$1" | cut -f1)" -lt 60000000 ]
+    du -a -B1 "$1" | awk '{print $1, $2}'
+    [ "$(du -s -B1 "$1" | cut -f1)" -lt 60000000 ]
 }
 
 # step NAME SECONDS COMMAND...: no command starts once the budget is spent.
@@ -33,7 +35,6 @@ step() {
     [ "$DRY" = 0 ] || limit=$((4 * limit)) left=$limit
     ((left < limit)) && limit=$left
     if ((limit < 5)); then echo "$name: not started" | tee -a "$OUT/steps.txt"; return; fi
-    export -f distil tool kill_and_resume pair
     timeout --kill-after=10 "$limit" bash -c '"$@"' step "$@" >"$OUT/$name.log" 2>&1
     code=$?
     echo "$name: exit code $code, $((SECONDS - began)) s" | tee -a "$OUT/steps.txt"
@@ -54,7 +55,7 @@ pair() {  # ZeRO $1 in two processes of this machine, which share its GPU by glo
         "$PY" -m torch.distributed.run --standalone --nproc-per-node 2 -m launch "$@"
 }
 kill_and_resume() {  # $1: the run; the rest is its command
-    local run=$1 line
+    local run=$1
     shift
     "$PY" -m launch "$@" &
     until grep -q '"step": 4' "$run/metrics.jsonl" 2>/dev/null; do sleep 0.2; kill -0 $! || return 1; done
@@ -62,11 +63,13 @@ kill_and_resume() {  # $1: the run; the rest is its command
     wait $! 2>/dev/null
     "$PY" -m launch "$@"
 }
-# timed NAME SECONDS KEYS...: a run on the shards that takes about so long.
+export -f distil tool kill_and_resume pair  # for step
+
+# timed NAME SECONDS CONFIG KEYS...: a run that takes about so long.
 timed() {
     local name=$1 seconds=$2 steps
     shift 2
-    set -- pretrain "$W/english.yaml" "$@" logging.every="$EVERY"
+    set -- pretrain "$@" logging.every="$EVERY"
     step "$name-probe" 60 distil "$@" output="$W/$name-probe" train.max_steps=$((4 * EVERY)) || return
     steps=$(tool steps "$W/$name-probe" "$seconds")
     step "$name" $((2 * seconds + 30)) distil "$@" output="$W/$name" train.max_steps="$steps"
@@ -117,7 +120,7 @@ del run["sweep"], run["keep_weights"], run["evaluation"]["rows"]
 rows = 32 if dry == "0" else 1
 run["train"] |= {"global_batch_size": rows, "micro_batch_size": rows}
 run |= {"shards": f"{inside}/shards", "teacher": f"{work}/mlm", "output": f"{work}/none"}
-yaml.safe_dump(run, open(f"{work}/english.yaml", "w"))
+yaml.safe_dump(run, open(f"{work}/student.yaml", "w"))
 run["model"] = {"init": f"{inside}/body"}
 run["objective"] = {"name": "mlm"}
 del run["teacher"], run["student"]
@@ -125,11 +128,10 @@ yaml.safe_dump(run, open(f"{work}/mlm.yaml", "w"))
 CONFIG
     local left=$((BUDGET - SECONDS - 120))
     [ "$DRY" = 0 ] || left=20
-    mv "$W/english.yaml" "$W/student.yaml"
-    cp "$W/mlm.yaml" "$W/english.yaml" && timed mlm $((left / 2))
-    cp "$W/student.yaml" "$W/english.yaml" && timed triple $((left / 4))
-    timed alone $((left / 4)) objective.kl=0 objective.mlm=1 objective.cosine=0
-    step accuracy 60 distil evaluate "$W/triple" "$W/alone" "$IN/shards" --teacher "$W/mlm" \
+    timed mlm $((left / 2)) "$W/mlm.yaml"
+    timed triple $((left / 4)) "$W/student.yaml"
+    timed control $((left / 4)) "$W/student.yaml" objective.kl=0 objective.mlm=1 objective.cosine=0
+    step accuracy 60 distil evaluate "$W/triple" "$W/control" "$IN/shards" --teacher "$W/mlm" \
         --rows "$([ "$DRY" = 0 ] && echo 128 || echo 4)" --record "$OUT/main-job-gpu.json"
     echo "in all: $SECONDS s" | tee -a "$OUT/steps.txt"
 }

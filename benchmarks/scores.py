@@ -33,7 +33,9 @@ def main() -> None:
     for model, runs in kept["inputs"]["models"].items():
         for run in runs:
             config = recorded(Path(run))
-            assert config is not None, f"{run}: is no run; the scores were made in another folder"
+            assert config is not None, (
+                f"{run}: no run was recorded there; start in the folder of the recipe"
+            )
             task, seed = config.shards.name, config.train.seed
             seeds, known = kept["seeds"][model][task], of_run(Path(run))
             figure = seeds[str(seed)] if len(seeds) > 1 else Figure(**kept["figures"][model][task])
