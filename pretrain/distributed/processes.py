@@ -57,8 +57,8 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # One limit for all collective operations: a rank that waits longer raises, and the run ends.
     settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout()), **meeting_point()}
-    if gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
-        settings["backend"] = "gloo"  # processes that share a GPU, which NCCL refuses
+    if gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) > torch.cuda.device_count():
+        settings["backend"] = "gloo"  # launched processes that share a GPU: NCCL refuses them
     if uses_deepspeed():
         _need("deepspeed", "ACCELERATE_USE_DEEPSPEED", "deepspeed")
         if not gpu:
