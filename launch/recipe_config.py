@@ -30,7 +30,7 @@ from launch.sweep_config import (
     resolve,
 )
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
-from pretrain.owner_config import Slurm
+from pretrain.owner_config import PricePerHour, Slurm
 
 Stages = (
     TrainKeys
@@ -63,6 +63,8 @@ class Recipe(Keys):
     """
     slurm: Slurm = Slurm()
     """What the cluster asks for: of the whole recipe, not of its runs."""
+    price_per_hour: PricePerHour = None
+    """Of one GPU, or of a node without GPUs, for the price that `--dry-run` prints."""
     runs: tuple[Entry, ...] = Field(min_length=1)
     """Stages in their order: keys of a run, or with `stage:` those of another one. A later one may
     name the output of an earlier one. `sweep:` repeats a run for each combination of its values;
@@ -78,10 +80,13 @@ class Recipe(Keys):
 
     @model_validator(mode="after")
     def one_job(self) -> Recipe:
-        """Refuse `slurm` in a run: the recipe is one job."""
+        """Refuse keys of a job in a run: the recipe is one job."""
         for number, run in enumerate(self.runs):
-            if getattr(run, "slurm", Slurm()) != Slurm():
-                raise ValueError(f"runs.{number}.slurm: a recipe is one job; put it beside `runs`")
+            for key, default in (("slurm", Slurm()), ("price_per_hour", None)):
+                if getattr(run, key, default) != default:
+                    raise ValueError(
+                        f"runs.{number}.{key}: a recipe is one job; put it beside `runs`"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from pretrain.kernels.products import ProductsName
 from pretrain.model_config import Model, Student
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.known import Objective, with_objective
-from pretrain.owner_config import SHOWN, Card, Slurm
+from pretrain.owner_config import SHOWN, Card, PricePerHour, Slurm
 from pretrain.tasks.folders import TASKS, AnyTask
 
 # The most rows, and examples, of a run on CPUs that gives no `micro_batch_size`.
@@ -247,6 +247,8 @@ class RunConfig(Keys):
     """
     slurm: Slurm = Slurm()
     """What the cluster asks for; no file of the run keeps it."""
+    price_per_hour: PricePerHour = None
+    """Of one GPU, or of a node without GPUs, for the price that `--dry-run` prints."""
 
     @field_validator("output", "shards", "vectors", mode="before")
     @classmethod
@@ -291,7 +293,9 @@ class RunConfig(Keys):
         values: dict[str, Any] = handler(self)
         if values.get("task") == {"name": self.objective.tasks[0]}:
             del values["task"]
-        values.pop("slurm", None)  # of a job, not of the run; its setup may hold a secret
+        # Of a job, not of the run; its setup may hold a secret.
+        for key in ("slurm", "price_per_hour"):
+            values.pop(key, None)
         if self.card == Card():
             values.pop("card", None)  # absent where keys are chosen
         return values

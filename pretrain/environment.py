@@ -5,6 +5,7 @@ Users set only TIMEOUT. The launch sets GRACE, and the supervisor the others.
 """
 
 TIMEOUT = "DISTIL_TIMEOUT"  # seconds that a rank waits for the others
+HARDWARE = "DISTIL_HARDWARE"  # the preset of a launch, for the tokens/s of its plan
 GRACE = "DISTIL_GRACE"  # seconds to save in after a signal
 LAUNCH = "DISTIL_LAUNCH"  # name of the launch, the same on all nodes
 HEARTBEATS = "DISTIL_HEARTBEATS"  # folder in which ranks report; unset without a supervisor

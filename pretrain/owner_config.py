@@ -38,6 +38,8 @@ class Card(Keys):
     """A text whose answer the card shows; [MASK] is a hidden word."""
 
 
+PricePerHour = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+
 _NO_SPACE = r"^[^\s'\"]+$"
 _TIME = re.compile(r"[0-9]+|[0-9]+(:[0-9]{1,2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED")
 _Line = Annotated[str, Field(pattern=r"^[^\n]+$")]

@@ -170,6 +170,7 @@ class Plan(NamedTuple):
     student: Sizes | None  # None where a hub's name hides it
     lines: tuple[str, ...]  # to show, in plain words
     step_flop: float | None = None  # of a step, where sizes and rows are known
+    step_tokens: float = 0.0  # the mean of steps
     steps: int = 0  # after the last checkpoint
     disk: int = 0  # bytes of its checkpoints
     teacher: Sizes | None = None
@@ -248,8 +249,9 @@ def plan(
     # The newest checkpoints, and the one that is being written.
     num = config.checkpoint.keep + 1 if config.checkpoint.every else 1
     disk = num * checkpoint_bytes(student, there)
-    work = flop(config, student, teacher, there) * tokens / steps
-    return Plan(student, tuple(lines), work, steps - step, disk, teacher, there)
+    of_step = tokens / steps
+    work = flop(config, student, teacher, there) * of_step
+    return Plan(student, tuple(lines), work, of_step, steps - step, disk, teacher, there)
 
 
 def num_steps(config: RunConfig, num_rows: int) -> int:

@@ -107,10 +107,11 @@ def show_file(
     if diff is None:
         values = ours.model_dump(mode="json", exclude_unset=not resolved)
         # What a run leaves out of the config that it keeps: its job, and sections at their default.
-        for name, section in ours if isinstance(ours, RunConfig) else ():
-            if name not in values and isinstance(section, Keys):
-                own = section.model_dump(mode="json", exclude_defaults=not resolved)
-                values |= {name: own} if own else {}
+        for name, own in ours if isinstance(ours, RunConfig) else ():
+            if name not in values:
+                if isinstance(own, Keys):
+                    own = own.model_dump(mode="json", exclude_defaults=not resolved)
+                values |= {name: own} if own and (resolved or name in ours.model_fields_set) else {}
         typer.echo(masked(as_yaml(values)), nl=False)
         return
     if resolved:

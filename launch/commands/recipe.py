@@ -55,9 +55,9 @@ def recipe(
             launched = Launch(config, [], gpus=gpus, hardware=hardware)
         if tokens is not None and not dry_run:
             raise RunError("--tokens is for --dry-run: add that")
-        how = How(launched, accept_code, tokens)
-        entries = load_config(Recipe, config, overrides or []).runs
-        stages = [stage_of(entry) for entry in entries]
+        settings = load_config(Recipe, config, overrides or [])
+        how = How(launched, accept_code, tokens, settings.price_per_hour)
+        stages = [stage_of(entry) for entry in settings.runs]
         lines = check_all(stages, how, dry_run=dry_run)
         if not dry_run:
             keep_going()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.device.fitting import largest, sizes
 from pretrain.device.precision import check_precision
+from pretrain.environment import HARDWARE
 from pretrain.plan import Plan, Planned, Sizes, plan
 from pretrain.run_folder import sealed_state
 
@@ -73,11 +75,6 @@ def target(asked: Launch | None, *, everywhere: bool = True) -> Target:
         memory = psutil.virtual_memory().total / processes - _OF_PYTHON
         rate = preset.rate * cores() * nodes
         rates = rate, rate
-        if memory <= 0:
-            raise RunError(
-                f"--gpus {processes}: so many processes leave no memory of this machine for "
-                "tensors: give fewer"
-            )
         name = f"{nodes} nodes, each a " * (nodes > 1) + f"cpu with {cores()} core(s)"
         return Target(name, device, nodes, processes, memory, rates)
     memory = preset.memory * (1 - _LEFT_FREE)
@@ -110,7 +107,7 @@ def run_lines(config: RunConfig, asked: Launch | None, *, tokens: float | None =
     made, lines = assumed(config, tokens, {})
     found = plan(config, made, needs_shards=False)
     about, least = step_lines(config, found, asked)
-    costs = cost_lines([Cost(found.flop, found.disk, least)], asked)
+    costs = cost_lines([Cost(found.flop, found.disk, least)], asked, config.price_per_hour)
     return [*lines, *found.lines, *about, *costs]
 
 
@@ -205,8 +202,38 @@ class Cost(NamedTuple):
     everywhere: bool = True  # do all nodes take part? Otherwise one
 
 
-def cost_lines(costs: Sequence[Cost], asked: Launch | None) -> list[str]:
-    """Return the estimate of time and disk of all that is known; none for what is not."""
+def planned_rates(config: RunConfig) -> tuple[float, float] | None:
+    """Return the tokens/s that arithmetic allows a run which starts here, at best and at worst.
+
+    The layout and the preset are those of its launch. None: the preset or the models' sizes are
+    not known.
+    """
+    import torch
+
+    from launch.torchrun.start import Launch
+
+    world, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    preset = os.environ.get(HARDWARE)
+    if preset is None and torch.cuda.is_available():
+        return None
+    rates = target(Launch(config.output, [], world // local, local, preset)).rates
+    found = plan(config, {}, needs_shards=True)
+    if rates is None or not found.step_flop:
+        return None
+    best, worst = (found.step_tokens * rate / found.step_flop for rate in rates)
+    return best, worst
+
+
+def cost_lines(
+    costs: Sequence[Cost], asked: Launch | None, price: float | None = None
+) -> list[str]:
+    """Return the estimate of time, GPU-hours, price and disk of all that is known.
+
+    Args:
+        costs: of stages, in any order; what is not known is left out.
+        asked: the options of `distil launch`.
+        price: of an hour of a GPU, or of a node without GPUs.
+    """
     known = [cost for cost in costs if cost.flop]
     if not known:
         return []
@@ -225,13 +252,25 @@ def cost_lines(costs: Sequence[Cost], asked: Launch | None) -> list[str]:
     why = ", for its network or 20 ms to start a step, not for its arithmetic" * slow
     hours = " to ".join(dict.fromkeys(map(duration, seconds)))
     line = f"estimate: {hours} on {where.name}{why}, {text}"
+    units, unit = where.nodes, "node"
     if where.device == "cuda" and where.rates is not None:
+        units, unit = where.world, "GPU"  # a job holds all of them, also while one node works
+        line += f", {_range(seconds, units / 3600)} GPU-hours"
         fast, least = (rate / where.world / 1e12 for rate in where.rates)
-        known_rate = f"{fast:.0f} TFLOP/s a GPU, as measured on one"
+        known_rate = f"{fast:.0f} TFLOP/s a GPU, as measured on one: docs/results/step-gpu.md"
         guess = f"{fast:.0f} to {least:.1f} TFLOP/s a GPU, not measured there; the least is the "
         guess += "share of the peak that DistilBERT's authors had on V100s"
         line += f" (at {guess if least < fast else known_rate})"
-    return [line]
+    if price is None:
+        return [line]
+    paid = _range(seconds, units / 3600 * price)
+    return [line, f"price: {paid}, at price_per_hour {price:g} for each {unit}"]
+
+
+def _range(values: Sequence[float], factor: float) -> str:
+    """Return values times a factor: "3.1 to 250"."""
+    shown = (f"{v:,.0f}" if v >= 100 else f"{v:.2g}" for v in (value * factor for value in values))
+    return " to ".join(dict.fromkeys(shown))
 
 
 def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[list[str], float]:
@@ -257,6 +296,11 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
         return [], 0.0
     if where.memory is None:
         return ["memory: add --hardware NAME"], 0.0
+    if where.memory <= 0:
+        raise RunError(
+            f"--gpus {where.processes}: so many processes leave no memory of this machine for "
+            "tensors: give fewer"
+        )
     config = with_defaults(_with_precision(config, where.device), where.device, where.world)
     share = config.train.global_batch_size // where.world
     rows_like = found.rows._replace(rows=0, tokens=0)  # their number takes no memory

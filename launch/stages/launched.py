@@ -20,11 +20,10 @@ from launch.torchrun.start import (
 )
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
-from pretrain.owner_config import Slurm
 
 
-def check(asked: Launch, tokens: float | None) -> tuple[list[Stage], list[list[str]], Slurm]:
-    """Return the stages of a recipe, their lines of `--dry-run`, and what the cluster asks for.
+def check(asked: Launch, tokens: float | None) -> tuple[Recipe, list[Stage], list[list[str]]]:
+    """Return a recipe, its stages, and their lines of `--dry-run`.
 
     Raises:
         RunError, CorpusError: a mistake in the options, or of a stage; nothing was started.
@@ -39,20 +38,22 @@ def check(asked: Launch, tokens: float | None) -> tuple[list[Stage], list[list[s
     lines = check_all(stages, How(asked, tokens=tokens), dry_run=asked.dry_run or later)
     if not asked.show_script:
         show(config_line(asked.config))
-    return stages, lines, recipe.slurm
+    return recipe, stages, lines
 
 
 def make(
-    asked: Launch, stages: Sequence[Stage], lines: Sequence[Sequence[str]], slurm: Slurm
+    asked: Launch, recipe: Recipe, stages: Sequence[Stage], lines: Sequence[Sequence[str]]
 ) -> int:
     """Make the stages, or submit the same command to Slurm; return the exit code."""
     preset = check_options(asked)
-    how = How(asked)
+    how = How(asked, price=recipe.price_per_hour)
     if asked.slurm or asked.dry_run:
         if not asked.show_script:
             make_all(stages, how, lines, dry_run=True)
         layout = layout_of(asked, preset, 0)
-        return submit(asked, layout, asked.overrides, slurm) if asked.slurm else ExitCode.DONE
+        return (
+            submit(asked, layout, asked.overrides, recipe.slurm) if asked.slurm else ExitCode.DONE
+        )
     if asked.nodes == 1:
         return make_all(stages, how, lines, dry_run=False)
     head, (rank,) = meeting_point(asked)

@@ -36,6 +36,7 @@ class How:
     launch: Launch | None = None  # as `distil launch` starts a run; otherwise in this process
     accept_code: bool = False  # of finished shards, as in `distil prepare`
     tokens: float | None = None  # of shards that do not exist yet and no stage makes, in a dry run
+    price: float | None = None  # of an hour of a GPU, or of a node without GPUs
 
 
 class Stage(ABC):

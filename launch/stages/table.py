@@ -94,7 +94,7 @@ def make_all(
             place = f"{_place(stage)}, {stage.title} ({stage.state()})"
             show("", f"run {number} of {len(stages)}: {place}")
             if dry_run:
-                show(*lines[number - 1], *cost_lines([_cost(stage)], how.launch))
+                show(*lines[number - 1], *cost_lines([_cost(stage)], how.launch, how.price))
                 continue
             began = time.monotonic()
             # A stage continues after the last file that it wrote. While it trains, a signal saves.
@@ -115,7 +115,10 @@ def make_all(
         without = f", without {unknown} stage(s) whose rows or models are not known" * (unknown > 0)
         show(
             "",
-            *(f"in all: {line}{without}" for line in cost_lines([*map(_cost, known)], how.launch)),
+            *(
+                f"in all: {line}{without}"
+                for line in cost_lines([*map(_cost, known)], how.launch, how.price)
+            ),
         )
     return code
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from launch.commands import quiet
 from launch.console import RUN_LOG, Training, show
 from launch.stage_keys import TrainKeys
-from launch.stages.estimate import assumed, compare_models, on_hardware, step_lines
+from launch.stages.estimate import assumed, compare_models, on_hardware, planned_rates, step_lines
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.exit_codes import ExitCode
@@ -93,7 +93,7 @@ class Train(Stage):
         from pretrain.train import train
 
         quiet()
-        with Training(config.output / RUN_LOG) as progress:
+        with Training(config.output / RUN_LOG, planned_rates(config)) as progress:
             outcome = train(config, progress=progress)
             place = f"step {outcome.step:,} of {outcome.num_steps:,}"
             progress.say(f"{config.output}: {outcome.ended}, {place}")

@@ -125,7 +125,13 @@ def start(asked: Launch) -> int:
 
     seconds = asked.timeout or timeout()
     environment = command.environment(
-        layout, asked.zero, timeout=seconds, grace=asked.grace, cores=cores(), given=os.environ
+        layout,
+        asked.zero,
+        timeout=seconds,
+        grace=asked.grace,
+        cores=cores(),
+        hardware=asked.hardware,
+        given=os.environ,
     )
     arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)
     rendezvous, waiting = [["--standalone"]], ""

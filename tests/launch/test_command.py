@@ -79,8 +79,12 @@ def test_several_nodes_meet_at_the_first() -> None:
 
 
 def test_the_environment_selects_the_device() -> None:
-    def of(layout: Layout, zero: int | None, **given: str) -> dict[str, str]:
-        return command.environment(layout, zero, timeout=300.0, grace=60, cores=16, given=given)
+    def of(
+        layout: Layout, zero: int | None, hardware: str | None = None, **given: str
+    ) -> dict[str, str]:
+        return command.environment(
+            layout, zero, timeout=300.0, grace=60, cores=16, hardware=hardware, given=given
+        )
 
     def deepspeed(zero: int) -> dict[str, str]:
         file = str(ROOT / "launch" / "deepspeed" / f"zero{zero}.json")
@@ -92,6 +96,7 @@ def test_the_environment_selects_the_device() -> None:
     )
     on_cpu = timeout | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"}
     assert of(gpus, None) == timeout
+    assert of(gpus, None, "a100") == timeout | {"DISTIL_HARDWARE": "a100"}
     assert of(gpus, 2) == timeout | deepspeed(2)
     assert of(CPU, None) == on_cpu | {"ACCELERATE_USE_CPU": "true"}
     # Accelerate does not start DeepSpeed where ACCELERATE_USE_CPU is set.

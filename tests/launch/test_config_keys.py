@@ -147,6 +147,8 @@ def test_a_file_is_shown_and_compared(tmp_path: Path, distil: Any) -> None:
     ]
     code, out, _ = distil("config", "show", file, "slurm.account=me", "card.language=en")
     assert code == 0 and yaml.safe_load(out)["slurm"] == {"account": "me"}
+    code, priced, _ = distil("config", "show", file, "price_per_hour=2.5")
+    assert code == 0 and yaml.safe_load(priced)["price_per_hour"] == 2.5
     assert yaml.safe_load(out)["card"] == {"language": ["en"]}
     code, out, _ = distil("config", "keys", "learning_rate")
     assert code == 0 and "  optimizer.learning_rate: " in out

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from support.processes import ROOT
 from support.tiny import save_teacher
 
 from launch.config import load_config
+from launch.stages.estimate import planned_rates
+from launch.torchrun.hardware import cores
 from pretrain.bench.budget import Budget
 from pretrain.config import RunConfig
+from pretrain.monitor.progress import Pace
 from pretrain.plan import Planned, Sizes, plan
 
 Distil = Callable[..., Any]
@@ -72,6 +76,10 @@ def test_the_paper_on_four_nodes_is_what_a_calculation_gives(distil: Distil, pap
     assert float(shown) == pytest.approx(minutes, rel=0.02)
     # The authors' 90 hours on one node are for 3.3 billion tokens.
     assert float(hours) == pytest.approx(90 * 4 / 3.3 / 4, rel=0.03)
+    [(least, most)] = re.findall(r", ([\d,.]+) to ([\d,.]+) GPU-hours", out)
+    assert float(least) == pytest.approx(32 * minutes / 60, rel=0.05)
+    assert float(most.replace(",", "")) == pytest.approx(32 * 90 / 3.3, rel=0.05)
+    assert "price" not in out
     parts = dict(re.findall(r"(student|teacher|gradients|AdamW) ([\d.]+) MB", out))
     for name, size in {
         "student": 4 * STUDENT,
@@ -92,6 +100,57 @@ def test_a_gpu_that_was_measured_has_its_rate(distil: Distil, paper: str) -> Non
     out = distil("launch", paper, "--dry-run", "--hardware", "h200", "--tokens", "4e9").out
     (shown,) = re.findall(r"estimate: ([\d.]+) h on h200, .* as measured on one", out)
     assert float(shown) == pytest.approx(3 * 4e9 / rate / 3600, rel=0.02)
+
+
+def test_a_price_is_that_of_all_gpu_hours(distil: Distil, paper: str) -> None:
+    options = ("--dry-run", "--hardware", "8xv100-16gb", "--tokens", "4e9")
+    plain = distil("launch", paper, *options, "price_per_hour=2.5").out
+    for out in (plain, distil("pretrain", paper, *options, "price_per_hour=2.5").out):
+        (hours,) = re.findall(r"([\d,.]+) to ([\d,.]+) GPU-hours", out)
+        paid = re.findall(r"price: ([\d,.]+) to ([\d,.]+), at price_per_hour 2.5 for each G", out)
+        assert len(paid) == 1
+        for hour, price in zip(hours, paid[0], strict=True):
+            values = (float(text.replace(",", "")) for text in (price, hour))
+            assert next(values) == pytest.approx(2.5 * next(values), rel=0.05)
+    # A node without GPUs has its price, too.
+    out = distil("pretrain", paper, "--dry-run", "--tokens", "4e9", "price_per_hour=0.1").out
+    assert "at price_per_hour 0.1 for each node" in out and "GPU-hours" not in out
+    for wrong in ("0", "-1", "inf", "nan", "free"):
+        assert distil("pretrain", paper, "--dry-run", f"price_per_hour={wrong}").code == 2
+
+
+def test_a_start_is_compared_with_its_plan(
+    distil: Distil, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A BERT of one layer: D = 16, F = 32, texts of 16 tokens; the head for masked tokens only.
+    forward = 8 * 16**2 + 4 * 16 * 32 + 4 * 16 * 16 + 0.15 * (2 * 16**2 + 2 * 16 * 31)
+    rate = 8e10 * cores() / (3 * forward)
+    out = distil("pretrain", run, "train.max_steps=20").out
+    assert "measured in" not in out  # nothing is left
+    code, out, err = distil("pretrain", run, "train.max_steps=30", f"output={run.parent / 'long'}")
+    assert code == 0, out + err
+    (line,) = re.findall(r"measured in 18 steps: .*", out)
+    assert f"the plan's arithmetic: {rate:,.0f}; the rest takes 0:0" in line
+    metrics = (run.parent / "long" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    place = out.splitlines().index(line)
+    assert "step 20/30" in out.splitlines()[place - 1] and len(metrics) == 32
+    # On a GPU of no preset a plan is not known.
+    monkeypatch.setenv("DISTIL_HARDWARE", "h200")
+    assert (
+        planned_rates(load_config(RunConfig, run, []))
+        == (pytest.approx(0.24 * 989e12 / (3 * forward)),) * 2
+    )
+
+
+def test_the_pace_is_that_of_eighteen_steps() -> None:
+    shown: list[tuple[int, float, float]] = []
+    progress = SimpleNamespace(pace=lambda *values: shown.append(values))
+    run: Any = SimpleNamespace(progress=progress, num_steps=107)
+    pace = Pace(7)  # a run that continues
+    for number in range(1, 60):
+        run.state = SimpleNamespace(step=7 + number)
+        pace.add(run, 100, 30.0 if number <= 2 else 2.0)
+    assert shown == [(18, 50.0, 80 * 2.0)]
 
 
 def test_zero_shares_the_moments(distil: Distil, paper: str) -> None:
@@ -216,8 +275,11 @@ def test_runs_of_a_recipe_are_planned_as_one_run(
     Path("recipe.yaml").write_text(json.dumps({"runs": [run, again]}), encoding="utf-8")
     options = ("--dry-run", "--hardware", "8xv100-16gb", "--tokens", "4e9")
     one = distil("launch", paper, *options).out
-    code, out, err = distil(command, "recipe.yaml", *options)
+    code, out, err = distil(command, "recipe.yaml", *options, "price_per_hour=2")
     assert code == 0, out + err
+    *prices, whole = re.findall(r"price: ([\d.,]+) to", out)  # of both runs, and of the recipe
+    assert len(prices) == 2
+    assert float(whole) == pytest.approx(sum(map(float, prices)), rel=0.1)
     first, _, second = out.partition("run 2 of 2")
     for found in ("memory: .*", "steps: .*", "assumed: .*", "estimate: .*"):
         (line,) = re.findall(f"# ({found})", one)

@@ -86,6 +86,8 @@ def test_slurm_is_asked_with_the_recipe_after_all_checks(recipe: Path, distil: A
     assert code == 2 and "num_layers 9 is more than the teacher's 4" in err and "SBATCH" not in out
     code, _, err = distil(*asked, "runs.2.slurm.time=5:00")
     assert code == 2 and "runs.2.slurm: a recipe is one job; put it beside `runs`" in err
+    code, _, err = distil(*asked, "runs.2.price_per_hour=2")
+    assert code == 2 and "runs.2.price_per_hour: a recipe is one job" in err
     code, _, err = distil("launch", recipe, "--stop-after", "1")
     assert code == 2 and "--stop-after and --skip-rows are for one run" in err
     code, _, err = distil(
