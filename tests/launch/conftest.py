@@ -1,18 +1,49 @@
 """Provide a corpus and a run so small that starting the processes takes longer than training."""
 
+import os
 import random
-from collections.abc import Callable, Sequence
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from string import ascii_lowercase
+from time import sleep
 from typing import Any
 
 import pytest
 import yaml
-from support.processes import ROOT
+from support.processes import ROOT, outside_slurm, unused_port
 from support.small_corpora import LETTERS, corpus_values, write
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+CONF = """ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CredType=cred/munge
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+ReturnToService=2
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+SchedulerParameters=sched_interval=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} RealMemory=2000 State=UNKNOWN
+PartitionName=here Nodes=ALL Default=YES State=UP
+"""
 
 
 @pytest.fixture(scope="session")
@@ -84,3 +115,39 @@ def save_teacher() -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Start a cluster of this host in a folder; return the environment of its users."""
+    if os.geteuid() != 0 or any(shutil.which(name) is None for name in DAEMONS):
+        pytest.skip("needs Slurm and munge, and to be root: apt-get install slurm-wlm munge")
+    folder, ports = tmp_path / "slurm", [unused_port() for _ in range(2)]
+    for name in ("state", "spool"):
+        (folder / name).mkdir(parents=True)
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+    host = socket.gethostname().partition(".")[0]
+    text = CONF.format(folder=folder, host=host, ports=ports, cores=os.cpu_count())
+    (folder / "slurm.conf").write_text(text, encoding="utf-8")
+    environment = outside_slurm() | {"SLURM_CONF": str(folder / "slurm.conf")}
+    munge = {f"{name}-file": folder / f"munge.{name}" for name in ("key", "pid", "log", "seed")}
+    options = [f"--{name}={file}" for name, file in munge.items()]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for command in (
+            ["munged", "--foreground", "--force", f"--socket={folder}/munge.sock", *options],
+            ["slurmctld", "-D", "-c"],
+            ["slurmd", "-D", "-c"],
+        ):
+            with (folder / f"{command[0]}.out").open("wb") as out:
+                started.append(
+                    subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+                )
+            sleep(1)
+        yield environment
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            process.wait(60)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -16,81 +10,13 @@ from support.processes import (
     DISTIL,
     ROOT,
     finished,
-    outside_slurm,
     programs,
-    unused_port,
     wait_until,
 )
 
 from pretrain.monitor.status import read_status
 
-DAEMONS = ("munged", "slurmctld", "slurmd")
-CONF = """ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
-CredType=cred/munge
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-SelectType=select/cons_tres
-ReturnToService=2
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-SchedulerParameters=sched_interval=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} RealMemory=2000 State=UNKNOWN
-PartitionName=here Nodes=ALL Default=YES State=UP
-"""
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        os.geteuid() != 0 or any(shutil.which(name) is None for name in DAEMONS),
-        reason="needs Slurm and munge, and to be root: apt-get install slurm-wlm munge",
-    ),
-]
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Start a cluster of this host in a folder; return the environment of its users."""
-    folder, ports = tmp_path / "slurm", [unused_port() for _ in range(2)]
-    for name in ("state", "spool"):
-        (folder / name).mkdir(parents=True)
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o600)
-    host = socket.gethostname().partition(".")[0]
-    text = CONF.format(folder=folder, host=host, ports=ports, cores=os.cpu_count())
-    (folder / "slurm.conf").write_text(text, encoding="utf-8")
-    environment = outside_slurm() | {"SLURM_CONF": str(folder / "slurm.conf")}
-    munge = {f"{name}-file": folder / f"munge.{name}" for name in ("key", "pid", "log", "seed")}
-    options = [f"--{name}={file}" for name, file in munge.items()]
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for command in (
-            ["munged", "--foreground", "--force", f"--socket={folder}/munge.sock", *options],
-            ["slurmctld", "-D", "-c"],
-            ["slurmd", "-D", "-c"],
-        ):
-            with (folder / f"{command[0]}.out").open("wb") as out:
-                started.append(
-                    subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
-                )
-            sleep(1)
-        yield environment
-    finally:
-        for process in reversed(started):
-            process.terminate()
-            process.wait(60)
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_saves_before_its_limit_and_its_job_is_queued_again(
