@@ -29,6 +29,8 @@ from pretrain import RunError, __version__
 from pretrain.files import replace_json
 from pretrain.monitor.figures import Figure
 
+_PROJECT = Path(__file__).parents[2]
+
 
 def check_record(file: Path | None) -> None:
     """Refuse a file that a record cannot be appended to, before hours of measuring.
@@ -106,8 +108,9 @@ def _command() -> str:
         place = kept.index("--record")
         del kept[place : place + 2]
     of_distil = script.name in ("distil", "__main__.py")
-    # A script of this project, by its path in the project.
-    program = ["distil"] if of_distil else ["python", "/".join(script.parts[-2:])]
+    if (script := script.resolve()).is_relative_to(_PROJECT):
+        script = script.relative_to(_PROJECT)
+    program = ["distil"] if of_distil else ["python", "/".join(script.parts[-3:])]
     return shlex.join([*program, *kept])
 
 

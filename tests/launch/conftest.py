@@ -95,7 +95,7 @@ def own_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
     return values
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def save_teacher() -> Callable[..., Path]:
     """Return a function that writes a BERT of two layers, by default over LETTERS."""
 
