@@ -148,6 +148,8 @@ def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
             sleep(1)
         yield environment
     finally:
+        # Jobs of a test that failed would outlive their daemons.
+        subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=environment)
         for process in reversed(started):
             process.terminate()
             process.wait(60)
