@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.processes import in_a_process
 from support.shipped import CONFIGS
 from support.task_data import sentence, write_data
 from support.tiny import save_teacher, tiny_bert
@@ -86,12 +87,30 @@ def tiny(values: Any) -> Any:
     return {**recipe, "runs": kept}
 
 
-def commands() -> tuple[list[str], ...]:
-    """Return the three commands of docs/reproduce-distilbert.md."""
+def commands() -> dict[str, list[str]]:
+    """Return the commands of docs/reproduce-distilbert.md, by what they are for."""
     blocks = "".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
-    cost, plan, run = (shlex.split(line, comments=True)[1:] for line in blocks.splitlines())
-    assert run[2:] == ["--hardware", "8xv100-16gb"]  # which this machine is not
-    return cost, plan, run[:2]
+    lines = [shlex.split(line)[1:] for line in blocks.splitlines()]
+    names = [
+        "cost",
+        "sample",
+        "prepare",
+        "verify",
+        "script",
+        "launch",
+        "export",
+        "plan",
+        "job",
+        "recipe",
+    ]
+    return dict(zip(names, lines, strict=True))
+
+
+def of_recipe(command: list[str], *, here: bool = False) -> list[str]:
+    """Return a command with the tiny recipe in place of the shipped one, on this machine."""
+    assert "shipped:distilbert-paper.yaml" in command
+    words = [word.removeprefix("shipped:") for word in command]
+    return words[:-2] if here else words
 
 
 def write_recipe(folder: Path) -> None:
@@ -109,21 +128,52 @@ def write_recipe(folder: Path) -> None:
 def test_the_paper_is_planned(tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the figures of the page with a dry run of the real sizes, and plan tiny ones."""
     monkeypatch.chdir(tmp_path)
-    cost, plan, _ = commands()
-    page = PAGE.read_text(encoding="utf-8")
+    shown, page = commands(), PAGE.read_text(encoding="utf-8")
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained("bert-base-uncased")
-    code, out, err = distil(*cost)
-    assert code == 0, out + err
+    code, out, err = distil(*shown["cost"])
+    assert code == 0 and "price: " in out, out + err
     for printed in ("4,721 of 4,096", "67.0 M", "9.0 GB of 14.7 GB", "468.9 MB", "5.5 h", "3.2 GB"):
         assert printed in out
     for written in ("4,721", "67.0 M", "9.0 of 14.7", "469 MB", "5.5 hours to 3.8", "3.2 GB"):
         assert written in page
+    code, out, err = distil(*shown["script"])
+    assert code == 0 and "#SBATCH --nodes=4\n" in out and "#SBATCH --gpus-per-node=8\n" in out, err
 
     write_recipe(tmp_path)
-    code, out, err = distil(*plan)
+    code, out, err = distil(*of_recipe(shown["plan"]))
     assert code == 0, out + err
     assert out.count("estimate: ") == 11 and "steps: about 2 of 8 rows" in out
     assert out.splitlines()[-1].startswith("in all: estimate: ")
+    # Eight GPUs on each of four nodes cannot share eight rows.
+    code, out, err = distil(*of_recipe(shown["job"]))
+    assert code == 2 and "32 process(es)" in err, out + err
+    text = Path("distilbert-paper.yaml").read_text(encoding="utf-8")
+    text = text.replace("global_batch_size: 8", "global_batch_size: 128")
+    Path("distilbert-paper.yaml").write_text(text, encoding="utf-8")
+    code, out, err = distil(*of_recipe(shown["job"]))
+    assert code == 0 and "distil launch distilbert-paper.yaml" in out, out + err
+
+
+@pytest.mark.slow
+def test_the_student_from_texts_to_its_export(
+    tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the page's commands from the texts on, with less of everything."""
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    shown = commands()
+    corpus = ["tokenizer=bert", "row_length=32", "validation=0.1", "workers=1"]
+    corpus.append("sources=[{kind: sentences, path: books}]")
+    run = ["teacher=bert", "train.max_steps=2", "train.global_batch_size=8", "evaluation.rows=8"]
+    for name, more in (("sample", corpus), ("prepare", corpus), ("verify", [])):
+        code, out, err = distil(*shown[name], *more)
+        assert code == 0, out + err
+    assert shown["launch"][-2:] == ["--hardware", "8xv100-16gb"]  # which this machine is not
+    here = [*shown["launch"][:-2], "--hardware", "cpu", "--gpus", "2"]
+    code, out, err = in_a_process(*here, "train.micro_batch_size=2", *run)
+    assert code == 0, out + err
+    code, out, err = distil(*shown["export"])
+    assert code == 0 and Path("exported/distilbert/model.safetensors").is_file(), out + err
 
 
 @pytest.mark.slow
@@ -133,7 +183,7 @@ def test_the_paper_from_texts_to_its_tables(
     """Run it at tiny size. Stages, sweeps and tables have fast tests; here all meet."""
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path)
-    _, _, run = commands()
+    run = of_recipe(commands()["recipe"], here=True)
     code, out, err = distil(*run)
     assert code == 0, out + err
     for number in range(1, 5):
