@@ -7,8 +7,8 @@
 #   bash benchmarks/gpu.sh run IN OUT             on the machine with the GPU
 #   bash benchmarks/gpu.sh dry IN OUT             every step at tiny size on the CPU
 #
-# For an image with torch, transformers, accelerate and pyarrow. OUT receives a log of each step,
-# their exit codes and seconds in steps.txt, and records for `make results`. A step that fails or
+# For an image with torch, transformers, accelerate and pyarrow. OUT receives exit codes and seconds in
+# steps.txt, the steps' logs in logs.tar.gz, and records for `make results`. A step that fails or
 # takes longer than its limit does not end the others. PEAK is the data sheet's FLOP/s.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -134,6 +134,7 @@ CONFIG
     step accuracy 60 distil evaluate "$W/triple" "$W/control" "$IN/shards" --teacher "$W/mlm" \
         --rows "$([ "$DRY" = 0 ] && echo 128 || echo 4)" --record "$OUT/main-job-gpu.json"
     echo "in all: $SECONDS s" | tee -a "$OUT/steps.txt"
+    (cd "$OUT" && tar -czf logs.tar.gz -- *.log && rm -- *.log)
 }
 
 case ${1:-} in

@@ -37,7 +37,7 @@ TESTED = {
 }
 _SHARED = 64 << 20  # bytes: what containers have by default, and too little for loader workers
 CLOCK = 2.0  # seconds between a clock and that of the disk, or of another node
-_ROWS = 64  # of validation, on which a teacher guesses
+_TOKENS = 2**15  # of validation rows, on which a teacher guesses
 _TEMPORARY = 1 << 30  # bytes for compiled code and sockets
 
 Grade = Literal["ok", "note", "fail"]
@@ -225,7 +225,7 @@ def doubts(loaded: Inputs) -> list[str]:
         loaded.student,
         loaded.teacher.model,
         measure,
-        rows=min(_ROWS, config.evaluation.rows),
+        rows=min(max(1, _TOKENS // loaded.manifest.row_length), config.evaluation.rows),
         batch_size=8,
         accelerator=Accelerator(cpu=True),
         autocast=nullcontext(),

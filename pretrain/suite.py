@@ -134,16 +134,19 @@ def rooms(table: Table, baseline: str, teacher: str) -> dict[str, Figure | None]
 
     None: no room, because the teacher is less than two standard errors ahead of the baseline.
     The tasks are those that all three have. A resample draws examples, the same ones for the three,
-    and seeds of each; where the teacher is not ahead in a resample, it has no share.
+    and seeds of each; where the teacher is not ahead in a resample, it has no share. A model or a
+    baseline of one seed has no interval; the teacher may have one seed, whose spread is not known.
     """
     found: dict[str, Figure | None] = {}
     for model in table:
         tasks = _tasks(table, baseline, model, teacher)
         if model not in (baseline, teacher) and tasks:
             ours, theirs = _gaps(tasks).T
-            room = theirs[0] >= 2 * theirs[1:].std()
+            room = theirs[0] > max(0.0, 2 * theirs[1:].std())
             shares = ours / np.where(theirs > 0, theirs, np.nan)
-            found[model] = interval(shares[0], shares[1:]) if room else None
+            alone = any(len(runs) < 2 for one_task in tasks for runs in one_task[:2])
+            share = interval(shares[0], [np.nan] if alone else shares[1:])
+            found[model] = share if room else None
     return found
 
 

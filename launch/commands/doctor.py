@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -65,7 +66,7 @@ def doctor(
     if distributed and nodes > 1:
         meeting_point(asked)  # raises before the checks, which take seconds
     failed = 0
-    about = [findings(run), [check_recipe(recipe)] if recipe is not None else []]
+    about = [findings(run), check_recipe(recipe) if recipe is not None else ()]
     for found in chain(*about, measure(asked, timeout) if distributed else ()):
         show(f"{found.grade:<4}  {found.what}: {found.text}")
         failed += found.grade == "fail"
@@ -75,12 +76,29 @@ def doctor(
     show("all is well")
 
 
-def check_recipe(recipe: Recipe) -> Finding:
-    """Check the stages of a recipe as at its start."""
-    from launch.checks import tried
+def check_recipe(recipe: Recipe) -> Iterator[Finding]:
+    """Check the stages of a recipe as at its start, and each teacher on shards that exist."""
+    from data_prep.shards.manifest import MANIFEST
+    from launch.checks import inputs, tried
     from launch.stages.stage import How
+    from launch.stages.sweep import Sweep
     from launch.stages.table import check_all, stage_of
+    from launch.stages.train import Train
 
     stages = [stage_of(entry) for entry in recipe.runs]
     check = partial(check_all, stages, How(), dry_run=False)
-    return tried("recipe", f"the inputs of its {len(stages)} stage(s) fit each other", check)
+    yield tried("recipe", f"the inputs of its {len(stages)} stage(s) fit each other", check)
+    runs = [run for stage in stages if isinstance(stage, Sweep) for run in stage.runs.values()]
+    runs += [stage for stage in stages if isinstance(stage, Train)]
+    seen = set()
+    for run in (run.config for run in runs):
+        pair = run.shards, run.teacher
+        if (
+            pair not in seen
+            and (run.shards / MANIFEST).is_file()
+            and Path(str(run.teacher)).exists()
+        ):
+            for found in inputs(run):
+                if found.grade != "ok":
+                    yield found._replace(what=f"{run.output}: {found.what}")
+        seen.add(pair)

@@ -68,8 +68,18 @@ class Scores(Compared):
             for model, figure in differences(table, config.baseline).items():
                 rows[model] |= {f"against {config.baseline}": figure, "sign": sign(figure)}
             if config.teacher not in (None, config.baseline):
-                for model, of_room in rooms(table, config.baseline, config.teacher).items():
-                    rows[model]["room"] = of_room or "no room"
+                rooms_of = {"room": table}
+                tasks = sorted({task for of_task in table.values() for task in of_task})
+                for task in tasks if len(tasks) > 1 else ():
+                    rooms_of[f"room {task}"] = {
+                        model: {task: of_task[task]}
+                        for model, of_task in table.items()
+                        if task in of_task
+                    }
+                for name, some in rooms_of.items():
+                    if {config.baseline, config.teacher} <= some.keys():
+                        for model, share in rooms(some, config.baseline, config.teacher).items():
+                            rows[model][name] = share or "no room"
         if config.timed:
             for model, runs in config.models.items():
                 rows[model] |= timed(runs[0], config.split, show)

@@ -5,7 +5,7 @@ A part of the suite at tiny size. The record of docs/results/main-job.md is of t
     PYTHONPATH=tests python tests/launch/test_main_job.py FILE
 
 It distils six layers of a real teacher of 12 x 256, with 4,096 rows of 64 in a step, and appends
-the figures to FILE, which takes N minutes on two cores.
+the figures to FILE, which takes half an hour on two cores.
 """
 
 from __future__ import annotations

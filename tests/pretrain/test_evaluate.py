@@ -97,7 +97,29 @@ def test_a_teacher_that_does_not_beat_the_frequencies_gives_a_warning(
     assert weak_teacher({"teacher_loss": 2.0, "unigram_loss": 5.0}) == weak_teacher({}) == ""
 
 
-@pytest.mark.parametrize("loud", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(("rate", "accused"), [(1.0, False), (20.0, True)])
+def test_a_teacher_that_knows_only_frequencies_is_not_accused(
+    corpus: Path, rate: float, accused: bool
+) -> None:
+    """Give a head nothing but its bias: log frequencies, or those to the 20th power."""
+    teacher, shards = tiny_bert(), open_shards(corpus, "train")
+    counts = json.loads((corpus / "token_counts.json").read_text(encoding="utf-8"))["counts"]
+    head: Any = teacher.cls.predictions
+    with torch.no_grad():
+        head.transform.LayerNorm.weight.zero_()
+        head.transform.LayerNorm.bias.zero_()
+        head.decoder.bias.copy_(rate * (torch.tensor(counts) + 1.0).log())
+    measure = measure_head(shards, teacher=True)
+    accelerator = Accelerator()
+    figures = evaluate(
+        tiny_distilbert(), teacher, measure, rows=10**6, batch_size=16, accelerator=accelerator
+    )
+    assert ("teacher_untrained" in figures) == accused, figures
+    told = [text for text in measure.doubts(figures) if "never guesses" in text]
+    assert len(told) == accused
+
+
+@pytest.mark.parametrize("loud", [False, True])
 def test_tokens_that_the_teacher_was_not_trained_on_are_named(
     loud: bool,
     reactions: Path,
@@ -124,9 +146,16 @@ def test_tokens_that_the_teacher_was_not_trained_on_are_named(
     said = [line for line in out.splitlines() if "teacher:" in line]
     assert "ok    run: shards" in out and len(said) == loud, out
     if loud:
+        recipe = tmp_path / "recipe.yaml"
+        runs = [run, {**run, "output": str(tmp_path / "again")}]
+        recipe.write_text(json.dumps({"runs": runs}), encoding="utf-8")
+        _, out, err = distil("doctor", recipe)
+        (note,) = [line for line in out.splitlines() if "teacher never guesses" in line]
+        assert "ok    recipe: the inputs" in out, out + err
+        assert f"note  {tmp_path / 'run'}: teacher: the teacher never guesses" in note
         found = re.fullmatch(
             r"note  teacher: the teacher never guesses '>>'.* \((.*)% of the masked tokens\) and "
-            r"does worse there than .* not trained on them: is the text cut as its own was\?",
+            r"does far worse there than .* not trained on them: is the text cut as its own was\?",
             said[0],
         )
         assert found and 0.5 < float(found[1]) < 5

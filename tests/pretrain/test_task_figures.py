@@ -285,6 +285,14 @@ def test_the_share_of_the_room_is_that_of_means_and_none_where_the_teacher_is_no
     for more, room in ((6, True), (3, False)):
         table["teacher"] = {"t": runs_of((np.arange(size) < 1400 + more).astype(np.int64))}
         assert (rooms(table, "base", "teacher")["ours"] is not None) == room
+    # A teacher that answers as the baseline does leaves none; one seed of a model has no interval.
+    table["teacher"] = {"t": runs_of(base.astype(np.int64))}
+    assert rooms(table, "base", "teacher") == {"ours": None}
+    table["teacher"] = {"t": runs_of(theirs.astype(np.int64))}
+    table["ours"] = {"t": runs_of(ours[1].astype(np.int64))}
+    share = rooms(table, "base", "teacher")["ours"]
+    assert share is not None and (share.low, share.high) == (None, None)
+    assert share.value == pytest.approx(0.5)
     table["ours"] = {"another": runs_of(base.astype(np.int64))}
     assert rooms(table, "base", "teacher") == {}
 

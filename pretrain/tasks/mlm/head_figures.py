@@ -25,6 +25,7 @@ from pretrain.tasks.task import Measure
 # A token that was masked so often, never guessed, and costs more than by its frequency, is one that
 # the teacher was not trained on. Of more than this share of the tokens users are told.
 _OFTEN, _UNTRAINED, _NAMED = 20, 0.005, 10
+_WORSE = 1.0  # nats: a teacher that knows only frequencies is near them, of any token
 
 
 def measure_head(validation: ShardSet, *, teacher: bool, probability: float = 0.15) -> Measure:
@@ -68,7 +69,8 @@ def measure_head(validation: ShardSet, *, teacher: bool, probability: float = 0.
         }
         if of_teacher:
             right_V, loss_V = of_teacher
-            never_V = (labels_V >= _OFTEN) & (right_V == 0) & (loss_V > labels_V * unigram_V)
+            worse_V = loss_V > labels_V * (unigram_V + _WORSE)
+            never_V = (labels_V >= _OFTEN) & (right_V == 0) & worse_V
             order = labels_V.argsort(descending=True, stable=True)
             untrained[:] = order[never_V[order]].tolist()
             if untrained:
@@ -83,7 +85,7 @@ def measure_head(validation: ShardSet, *, teacher: bool, probability: float = 0.
             names = [repr(backend.id_to_token(token)) for token in untrained[:_NAMED]]
             found.append(
                 f"the teacher never guesses {', '.join(names)}{' ...' * (len(untrained) > _NAMED)} "
-                f"({share:.1%} of the masked tokens) and does worse there than the tokens' "
+                f"({share:.1%} of the masked tokens) and does far worse there than the tokens' "
                 "frequencies, so it was not trained on them: is the text cut as its own was?"
             )
         return [text for text in found if text]
