@@ -154,8 +154,9 @@ def summary(records: Records, texts: Mapping[str, Any]) -> str:
         file = row["page"]
         cells = [f"[{row['what']}](results/{file}.md)"]
         cells += [records.fill(row.get(column, "")) for column in texts["columns"]]
-        last = records.of_file[file][-1]
-        processor = last["hardware"].get("gpu", last["hardware"]["processor"])
+        machines = (record["hardware"] for record in records.of_file[file])
+        names = dict.fromkeys(each.get("gpu", each["processor"]) for each in machines)
+        processor = " and ".join(names)
         parts.append(_line([*cells, f"{processor}, {row['precision']}", f"`{row['command']}`"]))
     others = [file for file in titles if file not in {row["page"] for row in texts["rows"]}]
     parts += ["", "All other pages:", "", *(f"- [{titles[f]}](results/{f}.md)" for f in others), ""]
@@ -191,7 +192,7 @@ def measured_by(records: Records, file: str) -> list[str]:
     for record in records.of_file[file]:
         made = f"{record['date']}, commit {record['commit']}, {device(record)}"
         lines.append(f"- {made}: `{record['command']}`")
-    return [*lines, ""]
+    return [*dict.fromkeys(lines), ""]  # one command may have appended several records
 
 
 def device(record: Mapping[str, Any]) -> str:

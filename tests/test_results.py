@@ -133,7 +133,7 @@ def test_seeds_are_averaged_and_later_records_win(tmp_path: Path) -> None:
     assert lines.index("| A | 0.600 (0.500 to 0.700) | 102 (100 to 104) |") < lines.index(
         "| teacher | 0.900 ±0.100 |  |"
     )
-    assert lines[0] == "# T" and "2026-01-02, commit abc, a CPU, 1 thread(s)" in lines[-2]
+    assert lines[0] == "# T" and "2026-01-02, commit abc, a CPU, 1 thread(s)" in lines[-1]
     claim = {"what": "W", "page": "x", "precision": "bf16", "command": "distil x"}
     claim |= {"score": "{x/teacher/pearson:errors}", "minutes": "{x/a/tokens:minutes}"}
     texts = {"sections": [section, {**section, "file": "y", "title": "Y"}], "rows": [claim]}

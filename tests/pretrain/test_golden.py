@@ -105,9 +105,10 @@ def curve(folder: Path, name: str) -> dict[str, Any]:
     norms = {}
     for file in sorted(last.rglob("*.safetensors")):
         if file.name in ("model.safetensors", "adapters.safetensors"):
-            # Not of vectors: a bias of keys has no gradient but rounding, which Adam makes large.
-            found = {name: t for name, t in sorted(load_file(file).items()) if t.dim() > 1}
-            norms |= {name: float(f"{t.double().norm():.8g}") for name, t in found.items()}
+            # A bias of keys has no gradient but rounding, which Adam makes large.
+            for name, tensor in sorted(load_file(file).items()):
+                if not name.endswith(("key.bias", "k_lin.bias")):
+                    norms[name] = float(f"{tensor.double().norm():.8g}")
     losses = [float(f"{e['loss']:.8g}") for e in entries if e["kind"] == "train"]
     return {"losses": losses, "norms": norms}
 
