@@ -65,6 +65,29 @@ def test_an_unfinished_run_is_continued(name: str, folder: Path) -> None:
     compare(folder, name)
 
 
+@pytest.mark.slow
+def test_stages_are_up_to_date_and_made_again(folder: Path) -> None:
+    assert distil("recipe", "stages.yaml").count("up to date") >= 3
+    for name in ("pruned", "exported"):
+        assert promises.exported(folder / name) == EXPECTED["stages"][name]
+    distil("recipe", "stages.yaml", "runs.2.output=again/pruned", "runs.3.output=again/exported")
+    for name in ("pruned", "exported"):
+        files = promises.exported(folder / "again" / name)
+        assert files.keys() == EXPECTED["stages"][name].keys()
+        if promises.machine() == EXPECTED["machine"]:
+            assert files == EXPECTED["stages"][name]
+
+
+@pytest.mark.slow
+def test_a_sweep_is_continued(folder: Path) -> None:
+    finished = folder / "runs" / promises.SWEEP[0] / "metrics.jsonl"
+    before = finished.read_bytes()
+    distil("recipe", "sweep.yaml")
+    assert finished.read_bytes() == before
+    for name in promises.SWEEP:
+        compare(folder, name)
+
+
 def test_a_recipe_is_continued_in_its_first_run(folder: Path) -> None:
     distil("recipe", "recipe.yaml")
     for name in ("mlm", "second"):

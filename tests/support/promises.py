@@ -2,9 +2,9 @@
 
     python tests/support/promises.py
 
-It writes a corpus of hashed text, a teacher, an unfinished run of each objective, and
-`expected.json`: what each run ends with, its export's files, and the machine that computed them.
-Paths in the configs are relative to tests/promises/, which tests copy.
+It writes a corpus of hashed text, a task's data, a teacher, an unfinished run of each objective, an
+unfinished sweep, a pruned folder, an export with int8, and `expected.json`: what each run ends
+with, its export's files, and the machine that computed them. Paths in the configs are relative to tests/promises/, which tests copy.
 """
 
 import json
@@ -24,7 +24,10 @@ from transformers import BertConfig, BertForMaskedLM
 
 HERE = Path(__file__).parents[1] / "promises"
 WORDS = [f"{a}{b}{c}" for a in "bdfgl" for b in "aeiou" for c in "kprst"]
-OBJECTIVES = ("distilbert", "embedding", "minilm", "mlm", "tinybert")
+CORPUS_OBJECTIVES = ("distilbert", "embedding", "minilm", "mlm", "tinybert")
+TASK_OBJECTIVES = ("finetune", "kd", "pkd", "theseus", "insights")
+OBJECTIVES = (*CORPUS_OBJECTIVES, *TASK_OBJECTIVES)
+SWEEP = ("sweep-seed0", "sweep-seed1")  # the second is not begun
 STEPS, STOPPED = 8, 4
 _SHARED: dict[str, Any] = {
     "shards": "shards",
@@ -72,6 +75,19 @@ RUNS: dict[str, dict[str, Any]] = {
         "objective": {"name": "tinybert"},
         "student": {"num_layers": 2, "init": "random", "hidden_size": 16},
     },
+    "finetune": {"objective": {"name": "finetune"}, "model": {"init": "teacher"}},
+    "kd": {"objective": {"name": "kd"}},
+    "pkd": {"objective": {"name": "pkd", "layers": "skip"}},
+    "theseus": {"objective": {"name": "theseus", "steps": 6}},
+    "insights": {
+        "objective": {"name": "insights", "logits": True, "hidden": True, "layers": [1, 3]}
+    },
+}
+_TASK = {
+    "shards": "task",
+    "teacher": "runs/tuned",
+    "task": {"name": "classification"},
+    "student": {"architecture": "same", "num_layers": 2, "init": "teacher"},
 }
 
 
@@ -81,7 +97,7 @@ def main() -> None:
 
     HERE.mkdir(exist_ok=True)
     os.chdir(HERE)
-    for name in ("shards", "teacher", "runs", "expected.json"):
+    for name in ("shards", "task", "teacher", "runs", "pruned", "exported", "expected.json"):
         path = Path(name)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -90,10 +106,16 @@ def main() -> None:
 
     write_inputs()
     distil("prepare", "corpus.yaml")
+    distil("recipe", "stages.yaml")
+    distil("recipe", "sweep.yaml")
+    for name in (f"runs/{SWEEP[1]}", "runs/sweep"):
+        shutil.rmtree(name)
     for name in OBJECTIVES:
         distil("pretrain", f"{name}.yaml", "--stop-after", str(STOPPED))
     for path in Path("runs").glob("*/*.lock"):  # names the machine
         path.unlink()
+    for path in Path("runs").glob("*/logs"):  # of a day
+        shutil.rmtree(path)
     # What the runs end with is computed in a copy; the recipe finishes mlm, its first run.
     copy = HERE.with_name("promises-continued")
     shutil.rmtree(copy, ignore_errors=True)
@@ -103,13 +125,15 @@ def main() -> None:
         if name != "mlm":
             distil("pretrain", f"{name}.yaml")
     distil("recipe", "recipe.yaml")
-    runs = (*OBJECTIVES, "second")
+    distil("recipe", "sweep.yaml")
+    runs = (*OBJECTIVES, "second", *SWEEP)
     for name in runs:
         distil("export", f"runs/{name}", f"exports/{name}")
     found = {
         "machine": machine(),
         "runs": {name: ends(copy, name) for name in runs},
         "exports": {name: exported(copy / "exports" / name) for name in runs},
+        "stages": {name: exported(HERE / name) for name in ("pruned", "exported")},
     }
     (HERE / "expected.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(copy)
@@ -129,10 +153,13 @@ def write_inputs() -> None:
         "validation": 0.1,
         "workers": 1,
     }
-    configs = {"corpus": corpus}
+    rows = (f"{line(number)},{'ab'[number % 7 % 2]}" for number in range(300, 380))
+    Path("labels.csv").write_text("\n".join(["text,label", *rows]) + "\n", encoding="utf-8")
+    configs: dict[str, dict[str, Any]] = {"corpus": corpus}
     for name, own in RUNS.items():
-        run = {**_SHARED, **own, "output": f"runs/{name}"}
-        if name == "mlm":
+        task = _TASK if name in TASK_OBJECTIVES else {}
+        run = {**_SHARED, **task, **own, "output": f"runs/{name}"}
+        if name in ("mlm", "finetune"):
             del run["teacher"]
         if "model" in own:
             del run["student"]
@@ -140,6 +167,22 @@ def write_inputs() -> None:
     # Its first run is there, unfinished, and its second begins from that one.
     second = {**_SHARED, "output": "runs/second", "teacher": "runs/mlm", "student": {"init": [1]}}
     configs["recipe"] = {"runs": [configs["mlm"], second]}
+    examples = {
+        "stage": "examples",
+        "output": "task",
+        "task": {"name": "classification", "text": "text", "label": "label"},
+        "train": "labels.csv",
+        "validation": 0.2,
+        "tokenizer": "teacher",
+        "max_length": 32,
+    }
+    tuned = {**configs["finetune"], "output": "runs/tuned"}
+    pruned = {"stage": "prune", "output": "pruned", "model": "runs/tuned", "shards": "task"}
+    pruned |= {"heads": 1, "intermediate_size": 24, "rounds": 2}
+    onnx = {"stage": "export", "output": "exported", "run": "runs/tuned", "int8": True}
+    configs["stages"] = {"runs": [examples, tuned, pruned, {**onnx, "max_drop": 0.9}]}
+    sweep = {"sweep": {"train.seed": [0, 1]}, "keep_weights": True, "output": "runs/sweep"}
+    configs["sweep"] = {"runs": [{**configs["kd"], **sweep}]}
     for name, values in configs.items():
         own = json.loads(json.dumps(values))  # without YAML's aliases
         Path(f"{name}.yaml").write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
