@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 
 from data_prep.keys import Keys
 from launch.stage_keys import (
-    AugmentKeys,
     EvaluateKeys,
     ExamplesKeys,
     ExportKeys,
@@ -36,7 +35,6 @@ Stages = (
     TrainKeys
     | PrepareKeys
     | ExamplesKeys
-    | AugmentKeys
     | TrimKeys
     | PruneKeys
     | ScoresKeys

@@ -31,31 +31,6 @@ class ExamplesKeys(ExamplesConfig):
     stage: Literal["examples"] = "examples"
 
 
-class AugmentKeys(Keys):
-    """Configure more texts like the training examples of a task: pretrain/tasks/augmentation.py.
-
-    They are the `unlabelled` of a later stage `examples`, and learn what a teacher says of them.
-    """
-
-    stage: Literal["augment"] = "augment"
-    output: Path
-    """Folder of the new texts."""
-    shards: Path
-    """Of the task."""
-    words: str
-    """A masked language model with the shards' tokenizer."""
-    probability: float = Field(0.4, gt=0, le=1)
-    """That a word is replaced, in a copy."""
-    candidates: int = Field(15, ge=1, le=1000)
-    """For each word."""
-    copies: int = Field(20, ge=1, le=1000)
-    """Of each text."""
-    frequent: int = Field(50, ge=0)
-    """So many of the most frequent words stay."""
-    seed: int = Field(0, ge=0, lt=2**63)
-    """Of the draws."""
-
-
 class TrimKeys(Keys):
     """Configure a model with fewer tokens: pretrain/model/trim.py.
 

@@ -23,7 +23,6 @@ from data_prep.shards import Segments, load_manifest, open_shards
 from data_prep.shards.manifest import MANIFEST
 
 Record = Mapping[str | int, Any]
-AUGMENTED, TEXTS = "augmented.json", "texts.jsonl"  # in the folder of a stage augment
 LEFT_OUT: Record = {}  # stands for a line that is left out: the others keep their numbers
 _TOGETHER = 4096  # documents
 _SPLITS = ("train", "validation", "test", "dev")
@@ -61,26 +60,17 @@ def read_records(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
         raise CorpusError(f"{path}: cannot be read ({error_line(error)})") from None
 
 
-def read_unlabelled(
-    path: Path, text: str | int, pair: str | int | None, names: bool, warn: Warn
-) -> Iterator[Record]:
-    """Yield records with a text each: of a file, the whole documents of shards, or new texts.
+def read_unlabelled(path: Path, text: str | int, names: bool, warn: Warn) -> Iterator[Record]:
+    """Yield records with a text each: of a file, or the whole documents of shards.
 
     Args:
         path: of a file or folder.
-        text, pair: the columns of the task's own files.
+        text: the column of the task's own files.
         names, warn: see `read_records`.
 
     Raises:
         CorpusError: see `read_records`; or the shards keep no texts.
     """
-    if (path / AUGMENTED).is_file():
-        for record in _jsonl(path / TEXTS, names, warn):
-            if (pair is not None) != ("pair" in record):
-                held = "pairs" if "pair" in record else "single texts"
-                raise CorpusError(f"{path}: holds {held}, which does not fit task.pair")
-            yield {text: record["text"], **({} if pair is None else {pair: record["pair"]})}
-        return
     if not (path / MANIFEST).is_file():
         yield from read_records(path, names, warn)
         return

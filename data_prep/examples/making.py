@@ -166,9 +166,7 @@ def _make(
     examples.find_labels(str(config.train), found["train"], warn)
     spares: list[Example] = []
     if config.unlabelled is not None:
-        spare = read_unlabelled(
-            config.unlabelled, examples.text, examples.pair, examples.names, warn
-        )
+        spare = read_unlabelled(config.unlabelled, examples.text, examples.names, warn)
         spares = examples.spare(str(config.unlabelled), spare)
     noted = counts_of(found, spares, examples.label_of, config, warn)
     found["train"] += spares

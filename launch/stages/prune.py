@@ -24,16 +24,16 @@ class Prune(Written):
     @property
     def title(self) -> str:
         """Return which model it prunes."""
-        return f"heads and neurons of {self.source}"
+        return f"heads and neurons of {self.config.model}"
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Also refuse a model without a head for the shards, if both exist."""
         found = super().check(made, how, dry_run=dry_run)
-        folder, shards = Path(self.source), self.config.shards
+        folder, shards = Path(self.config.model), self.config.shards
         if not {real(folder), real(shards)} & made.keys() and (folder / "config.json").is_file():
             from pretrain.export.pruning import check_kind
 
-            check_kind(self.source, folder, load_manifest(shards), shards)
+            check_kind(self.config.model, folder, load_manifest(shards), shards)
         return found
 
     def plan(

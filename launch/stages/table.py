@@ -10,7 +10,6 @@ from typing import Any
 
 from data_prep.messages import duration
 from launch.console import print_table, show
-from launch.stages.augment import Augment
 from launch.stages.estimate import Cost, cost_lines
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
@@ -31,7 +30,6 @@ STAGES: dict[str, type[Stage]] = {
     "train": Train,
     "prepare": Prepare,
     "examples": Examples,
-    "augment": Augment,
     "trim": Trim,
     "prune": Prune,
     "evaluate": Evaluate,

@@ -20,7 +20,7 @@ class Trim(Written):
     @property
     def title(self) -> str:
         """Return which model it trims."""
-        return f"vocabulary of {self.source}"
+        return f"vocabulary of {self.config.model}"
 
     def plan(
         self, model: Sizes | None, shards: Manifest | Planned | None

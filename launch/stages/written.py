@@ -1,4 +1,4 @@
-"""Write a folder from a model and shards, once: what the stages augment, trim and prune share."""
+"""Write a folder from a model and shards, once: what the stages trim and prune share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Written(Compared):
     name: ClassVar[str]  # of the stage
     record: ClassVar[str]  # the file in the output that says what it was made of
     code: ClassVar[int] = 1  # raised when the same inputs would give something else
-    model: ClassVar[str] = "model"  # the key of the model
     places: ClassVar[set[str]] = {"stage", "output", "shards"}
 
     @abstractmethod
@@ -51,18 +50,13 @@ class Written(Compared):
             RunError: they do not fit; names the key.
         """
 
-    @property
-    def source(self) -> str:
-        """Return the model's name."""
-        return str(getattr(self.config, self.model))
-
     def reads(self) -> dict[str, str]:
         """Return the model and the shards."""
-        return {self.model: self.source, "shards": str(self.config.shards)}
+        return {"model": self.config.model, "shards": str(self.config.shards)}
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check model, shards and where the folder goes."""
-        config, place = self.config, real(self.source)
+        config, place = self.config, real(self.config.model)
         names = names_in(config.output)
         if names and self.record not in names:
             raise not_ours(config.output, names[0], f"stage {self.name}")
@@ -76,8 +70,8 @@ class Written(Compared):
             if target.is_relative_to(there) or there.is_relative_to(target):
                 raise RunError(f"output {config.output}: is {key}, or one lies in the other")
         model, shards = made.get(place), made.get(real(config.shards))
-        if place not in made and Path(self.source).exists():  # else a hub's name
-            check_model(Path(self.source))
+        if place not in made and Path(self.config.model).exists():  # else a hub's name
+            check_model(Path(self.config.model))
             model = self._sizes()
         known: Manifest | Planned | None = shards if isinstance(shards, Planned) else None
         if real(config.shards) not in made:
@@ -104,7 +98,7 @@ class Written(Compared):
         for old in (place, *target.parent.glob(f".tmp-{place.name}-*")):  # of a killed call
             shutil.rmtree(old, ignore_errors=True)
         try:
-            write(self.source, config.shards, place, **self._settings(), say=show)
+            write(self.config.model, config.shards, place, **self._settings(), say=show)
             replace_json(place / self.record, {"inputs": identity, "files": self._files(place)})
             if target.exists():
                 shutil.rmtree(target)
@@ -118,7 +112,7 @@ class Written(Compared):
         from pretrain.model.folder import model_config
 
         try:
-            return Sizes.of(model_config(self.source, self.source))
+            return Sizes.of(model_config(self.config.model, self.config.model))
         except OSError:  # no hub answers; loading says so
             return None
 
@@ -149,13 +143,13 @@ class Written(Compared):
 
     def _settings(self) -> dict[str, Any]:
         """Return the keys that shape the folder."""
-        return dict(self.config.model_dump(mode="json", exclude={*self.places, self.model}))
+        return dict(self.config.model_dump(mode="json", exclude={*self.places, "model"}))
 
     def _identity(self) -> dict[str, Any]:
         """Return what shapes the folder; a hub's model is known by its commit."""
         return {
             "shards": load_manifest(self.config.shards).digest,
-            "model": [self.source, version_of(self.source)],
+            "model": [self.config.model, version_of(self.config.model)],
             "settings": self._settings(),
             "code": self.code,
         }

@@ -4,7 +4,8 @@
 
 It writes a corpus of hashed text, a task's data, a teacher, an unfinished run of each objective, an
 unfinished sweep, a pruned folder, an export with int8, and `expected.json`: what each run ends
-with, its export's files, and the machine that computed them. Paths in the configs are relative to tests/promises/, which tests copy.
+with, its export's files, and the machine that computed them. Paths in the configs are relative to
+tests/promises/, which tests copy.
 """
 
 import json
