@@ -1,6 +1,5 @@
 """Publish finished shards: as a Parquet folder with a dataset card, or as a copy elsewhere."""
 
-from data_prep.publish.parquet import check_destination, to_parquet
 from data_prep.publish.upload import check_url, upload
 
-__all__ = ["check_destination", "check_url", "to_parquet", "upload"]
+__all__ = ["check_url", "upload"]

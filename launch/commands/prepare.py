@@ -39,9 +39,6 @@ def prepare(
         bool, typer.Option("--dry-run", help="Estimate tokens, rows, disk and time from a sample.")
     ] = False,
     accept_code: AcceptCode = False,
-    parquet: Annotated[
-        Path | None, typer.Option(help="Also write a folder for the hub, with a card.")
-    ] = None,
     upload: Annotated[
         str | None, typer.Option(help="Also copy the shards to s3://, gs://, hf:// ...")
     ] = None,
@@ -70,28 +67,22 @@ def prepare(
         )
     if upload == "":
         raise CorpusError("--upload: is empty: give a URL such as s3://bucket/folder")
-    if (stage is not None or dry_run) and (parquet or upload or record):
+    if (stage is not None or dry_run) and (upload or record):
         raise CorpusError(
-            "--parquet, --upload and --record: need finished shards: use them without --stage and "
-            "--dry-run"
+            "--upload and --record: need finished shards: use them without --stage and --dry-run"
         )
     check_record(record)
     if kind_of(config) is ExamplesConfig:
-        if stage is not None or finalize or dry_run or accept_code or parquet or upload:
+        if stage is not None or finalize or dry_run or accept_code or upload:
             raise CorpusError(f"{config}: a task's data takes no option but --record: leave it out")
         prepare_examples(load_config(ExamplesConfig, config, overrides or []), record)
         return
     settings = load_config(CorpusConfig, config, overrides or [])
-    # Places that cannot be written to are refused before the corpus is made, which may take hours.
-    if parquet is not None or upload is not None:
-        from data_prep.publish import check_destination, check_url
+    # A place that cannot be written to is refused before the corpus is made, which may take hours.
+    if upload is not None:
+        from data_prep.publish import check_url
 
-        several = len(settings.row_lengths) > 1
-        if parquet is not None:
-            for row_length in settings.row_lengths:
-                check_destination(parquet / str(row_length) if several else parquet)
-        if upload is not None:
-            check_url(upload)
+        check_url(upload)
     if not dry_run:
         keep_going()
     show(config_line(config))
@@ -121,7 +112,8 @@ def prepare(
         folder = settings.folder(settings.row_lengths[0])
         show("next:", f"  distil inspect {folder}", f"  distil pretrain RUN.yaml shards={folder}")
     for row_length in settings.row_lengths:
-        publish(settings, row_length, parquet, upload)
+        if upload is not None:
+            publish(settings, row_length, upload)
         if record is not None:
             folder = settings.folder(row_length)
             append_record(record, folder, [row(folder.name, counts_of(folder))])
@@ -156,22 +148,15 @@ def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine
     show(f"{stage} {number}/{count}: {done} unit(s) are done" if done else "nothing to do")
 
 
-def publish(config: CorpusConfig, row_length: int, parquet: Path | None, url: str | None) -> None:
-    """Write finished shards of one row length as a Parquet folder, and copy them to `url`."""
+def publish(config: CorpusConfig, row_length: int, url: str) -> None:
+    """Copy finished shards of one row length to `url`."""
     from data_prep.messages import one_line
-    from data_prep.publish import to_parquet, upload
+    from data_prep.publish import upload
 
-    folder, several = config.folder(row_length), len(config.row_lengths) > 1
-    if parquet is not None:
-        place = parquet / str(row_length) if several else parquet
-        with stages() as progress:
-            state = to_parquet(folder, place, progress)
-        show(f"{place}: {state}; to publish: hf upload USER/NAME {place} --repo-type dataset")
-    if url is not None:
-        target = f"{url.rstrip('/')}/{row_length}" if several else url
-        with stages() as progress:
-            state = upload(folder, target, progress)
-        show(f"{one_line(target)}: {state}")
+    target = f"{url.rstrip('/')}/{row_length}" if len(config.row_lengths) > 1 else url
+    with stages() as progress:
+        state = upload(config.folder(row_length), target, progress)
+    show(f"{one_line(target)}: {state}")
 
 
 def counts_of(folder: Path) -> dict[str, float]:

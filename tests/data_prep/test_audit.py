@@ -15,7 +15,6 @@ from data_prep import CorpusError
 from data_prep.audit import documents_of_row, rows_of_document
 from data_prep.inspect import leftovers, summary
 from data_prep.prepare import prepare
-from data_prep.publish import to_parquet
 from data_prep.shards import load_manifest, open_shards
 from data_prep.tokens import load
 
@@ -196,7 +195,6 @@ def test_an_edited_side_table_is_refused(folder: Path) -> None:
         lambda: documents_of_row(folder, 0),
         lambda: rows_of_document(folder, "Another title"),
         lambda: summary(folder),
-        lambda: to_parquet(folder, folder.parent / "published"),
     ):
         with pytest.raises(CorpusError, match=r"train-00000\.parquet.*the manifest"):
             question()
@@ -209,9 +207,8 @@ def test_an_edited_side_table_is_refused(folder: Path) -> None:
         ("tokenizer/tokenizer.json", summary),
         ("token_counts.json", summary),
         ("leftovers.jsonl", leftovers),
-        ("token_counts.json", lambda folder: to_parquet(folder, folder.parent / "published")),
     ],
-    ids=["audit", "inspect-tokenizer", "inspect-counts", "leftovers", "parquet"],
+    ids=["audit", "inspect-tokenizer", "inspect-counts", "leftovers"],
 )
 def test_an_edited_file_is_refused(
     folder: Path, name: str, question: Callable[[Path], object]

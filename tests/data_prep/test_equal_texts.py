@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from data_prep import CorpusError
 from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.examples.making import make_examples
-from data_prep.publish.card import dataset_card
 from data_prep.shards import Manifest, load_manifest, open_shards
 from data_prep.shards.reading import map_labels
 
@@ -99,7 +98,6 @@ def test_a_share_takes_whole_groups_of_equal_texts(tmp_path: Path, contradicting
         for split, num in twice.items():
             wanted[split]["twice with another label"] = num
     assert noted(manifest) == wanted
-    assert "that are there twice" in dataset_card("x", manifest).text
 
 
 def test_a_share_of_different_texts_is_that_of_their_numbers(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """Check that a folder for the Hub holds the shards' content, and uploads are whole."""
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,20 +12,15 @@ from typing import Any, ClassVar
 import datasets
 import fsspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
-from huggingface_hub import DatasetCard, HfApi, HfFileSystem
-from markdown_it import MarkdownIt
+from huggingface_hub import HfApi, HfFileSystem
 from support.preparing import contents, flip_bit
-from transformers import AutoTokenizer
 
 from data_prep import CorpusError
 from data_prep.prepare import prepare
-from data_prep.publish import card, to_parquet, upload
-from data_prep.publish.parquet import FILES
+from data_prep.publish import upload
 from data_prep.shards import load_manifest, open_shards, verify
 
 HOSTILE = 'a "quoted"\n---\nlicense: mit\n---\n<img src=x onerror=alert(1)> | [x](y) `c` &lt; $1$'
@@ -64,222 +57,6 @@ def folder(make_shards: Any) -> Path:
 def all_rows(folder: Path, split: str) -> np.ndarray:
     shards = open_shards(folder, split)  # type: ignore[arg-type]
     return shards.rows(np.arange(len(shards)))
-
-
-@pytest.mark.parametrize("file_bytes", [1, 2_000, 2**29])
-def test_datasets_reads_the_rows_of_the_shards_in_their_order(
-    folder: Path, tmp_path: Path, file_bytes: int
-) -> None:
-    hub = tmp_path / "hub"
-    manifest = load_manifest(folder)
-    assert len(manifest.splits["train"].shards) > 2
-    assert to_parquet(folder, hub, file_bytes=file_bytes) == "done"
-    plain = datasets.load_dataset(str(hub))
-    assert set(plain) == {"train", "validation"}
-    for split in plain:
-        files = sorted(str(p) for p in (hub / "data").glob(f"{split}-*"))
-        count = {1: len(manifest.splits[split].shards), 2**29: 1}.get(file_bytes, len(files))
-        assert [Path(f).name for f in files] == [
-            f"{split}-{n:05d}-of-{count:05d}.parquet" for n in range(count)
-        ]
-        named = datasets.load_dataset("parquet", data_files=files, split="train")
-        for dataset in (plain[split], named):
-            assert dataset.features["input_ids"].length == manifest.row_length
-            assert dataset.features["input_ids"].feature.dtype == manifest.dtype
-            assert np.array_equal(
-                dataset.with_format("numpy")["input_ids"], all_rows(folder, split)
-            )
-
-
-def test_the_segments_name_each_document_by_the_row_of_its_split(
-    make_shards: Any, tmp_path: Path
-) -> None:
-    folder, hub = make_shards(name="a", licence="CC-BY-SA-4.0"), tmp_path / "hub"
-    to_parquet(folder, hub, file_bytes=2_000)
-    for split, entries in datasets.load_dataset(str(hub), "segments").items():
-        places = np.stack([entries["row"], entries["start"]], axis=1)
-        # A segment begins at each [CLS], which is id 2: found in the rows themselves.
-        assert np.array_equal(places, np.argwhere(all_rows(folder, split) == 2))
-        side = [pq.read_table(p) for p in sorted((folder / "segments").glob(f"{split}-*"))]
-        ids = [id for table in side for id in table["document"].to_pylist()]
-        assert list(entries["document"]) == ids
-        assert set(entries["licence"]) == {"CC-BY-SA-4.0"} and set(entries["source"]) == {"texts"}
-
-
-def test_uint32_ids_come_back_as_they_are(tmp_path: Path, make_config: Any) -> None:
-    config = make_config(validation=0)
-    vocabulary = Path(config.tokenizer)
-    # New entries before the words, so that the words have ids that 16 bits do not hold.
-    lines = vocabulary.read_text(encoding="utf-8").splitlines()
-    lines[16:16] = [f"w{n}" for n in range(2**16)]
-    vocabulary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    prepare(config)
-    to_parquet(config.output, tmp_path / "hub")
-    train = datasets.load_dataset(str(tmp_path / "hub"), split="train")
-    assert train.features["input_ids"].feature.dtype == "uint32"
-    rows = np.array(train["input_ids"])
-    assert rows.max() > 2**16 and np.array_equal(rows, all_rows(config.output, "train"))
-
-
-def test_tokenizer_and_provenance_are_published(folder: Path, tmp_path: Path) -> None:
-    hub = tmp_path / "hub"
-    to_parquet(folder, hub)
-    assert load_manifest(hub / "provenance") == load_manifest(folder)
-    ids = AutoTokenizer.from_pretrained(hub / "tokenizer")("stay text")["input_ids"]
-    assert ids == AutoTokenizer.from_pretrained(folder / "tokenizer")("stay text")["input_ids"]
-    files = contents(hub)
-    records = json.loads(files.pop(FILES))
-    assert records == {
-        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for name, data in files.items()
-    }
-
-
-def test_a_folder_is_the_same_at_every_writing(folder: Path, tmp_path: Path) -> None:
-    to_parquet(folder, tmp_path / "1" / "hub")
-    to_parquet(folder, tmp_path / "2" / "hub")
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
-
-
-def test_a_destination_that_is_taken_is_refused_and_the_same_corpus_is_up_to_date(
-    make_shards: Any, tmp_path: Path
-) -> None:
-    folder, hub = make_shards(), tmp_path / "hub"
-    hub.mkdir()  # empty: fine
-    assert to_parquet(folder, hub) == "done"
-    before = contents(hub)
-    assert to_parquet(folder, hub) == "up to date"
-    with pytest.raises(CorpusError, match="holds another corpus"):
-        to_parquet(make_shards("other", seed=1), hub)
-    assert contents(hub) == before
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "thesis.txt").write_text("all of it", encoding="utf-8")
-    taken = {full: "not empty", folder: "not empty", full / "thesis.txt": "a file stands there"}
-    for place, problem in taken.items():
-        with pytest.raises(CorpusError, match=problem):
-            to_parquet(folder, place)
-    assert contents(full) == {"thesis.txt": b"all of it"}
-    next((hub / "data").glob("train-*")).write_bytes(b"cut off")
-    with pytest.raises(CorpusError, match="damaged"):
-        to_parquet(folder, hub)
-    (hub / FILES).write_text("[]", encoding="utf-8")
-    with pytest.raises(CorpusError, match=r"hub: damaged .*write it again"):
-        to_parquet(folder, hub)
-
-
-def test_damaged_shards_are_not_published(folder: Path, tmp_path: Path) -> None:
-    shard = folder / load_manifest(folder).splits["train"].shards[1].file
-    flip_bit(shard)
-    with pytest.raises(CorpusError, match=shard.name):
-        to_parquet(folder, tmp_path / "hub")
-    assert not (tmp_path / "hub").exists() and not list(tmp_path.glob(".tmp-*"))
-
-
-def test_the_card_says_what_the_manifest_says(make_shards: Any, tmp_path: Path) -> None:
-    folder = make_shards(licence="CC-BY-SA-4.0", name="shards")
-    to_parquet(folder, tmp_path / "my corpus")
-    manifest = load_manifest(folder)
-    loaded = DatasetCard.load(tmp_path / "my corpus" / "README.md")
-    values = loaded.data.to_dict()
-    assert values["license"] == ["cc-by-sa-4.0"] and values["pretty_name"] == "my corpus"
-    assert values["size_categories"] == ["n<1K"] and values["task_categories"] == ["fill-mask"]
-    assert [c["config_name"] for c in values["configs"]] == ["default", "segments"]
-    assert manifest.digest in loaded.text
-    for name, split in manifest.splits.items():
-        assert f"| {name} | {split.rows:,} | {split.tokens:,} |" in loaded.text
-    (source,) = manifest.sources
-    assert source.dropped["duplicate"] == 10  # six copies of two texts
-    assert "| texts | duplicate | 10 |" in loaded.text
-
-
-def test_the_card_names_languages_and_overlap_where_they_are_known(folder: Path) -> None:
-    manifest = load_manifest(folder)
-    text = str(card.dataset_card("x", manifest))
-    assert "Not looked for." in text and "language:" not in text
-    sources = [{"languages": ["en", "de"]}, {"languages": ["fr"]}]
-    content = {"sources": sources, "decontaminate": {"remove": False}}
-    overlapping = manifest.sources[0].model_copy(
-        update={"contaminated": {"sst2.tsv": 12}, "noted": {"cut short": 3}}
-    )
-    changed = manifest.model_copy(update={"content": content, "sources": (overlapping,)})
-    made = card.dataset_card("x", changed)
-    assert made.data.language == ["de", "en", "fr"]
-    assert "were kept" in made.text and "| texts | sst2.tsv | 12 |" in made.text
-    assert "| texts | cut short | 3 |" in made.text
-    # One source that was not filtered: its language is not known, nor that of the whole.
-    content = {"sources": [*sources, {"languages": None}], "decontaminate": {"remove": True}}
-    made = card.dataset_card("x", manifest.model_copy(update={"content": content}))
-    assert made.data.language is None and "and not found" in made.text
-
-
-@pytest.mark.parametrize(
-    ("rows", "category"),
-    [
-        (0, "n<1K"),
-        (999, "n<1K"),
-        (1000, "1K<n<10K"),
-        (9_999, "1K<n<10K"),
-        (10_000, "10K<n<100K"),
-        (7_000_000, "1M<n<10M"),
-        (10**12, "n>1T"),
-    ],
-)
-def test_size_categories_are_the_hubs(rows: int, category: str) -> None:
-    assert card.size_category(rows) == category
-
-
-def test_hostile_names_are_escaped_in_the_card(make_shards: Any, tmp_path: Path) -> None:
-    folder = make_shards(name="shards", licence=HOSTILE)
-    manifest = load_manifest(folder)
-    hostile = manifest.sources[0].model_copy(update={"name": HOSTILE})
-    manifest = manifest.model_copy(update={"sources": (hostile,)})
-    path = tmp_path / "README.md"
-    card.dataset_card(HOSTILE, manifest).save(path)
-    text = path.read_text(encoding="utf-8")
-    loaded = DatasetCard.load(path)
-    assert loaded.data.license == ["other"]
-    assert loaded.data.pretty_name == " ".join(HOSTILE.split())
-    # The header ends where it should: what lies between the first two fences is all of it.
-    _, header, _ = text.split("---\n", 2)
-    assert yaml.safe_load(header).keys() == loaded.data.to_dict().keys()
-
-    page = Page(MarkdownIt("commonmark").enable("table").render(loaded.text))
-    assert page.tags == {
-        *("h1", "h2", "p", "code", "pre", "table", "thead", "tbody", "tr", "th", "td")
-    }
-    assert page.cells[0] == " ".join(HOSTILE.split())  # the heading
-    source = page.rows[page.rows.index(["source", "kind", *SOURCE_COLUMNS]) + 1]
-    assert source[:3] == [" ".join(HOSTILE.split()), "text", " ".join(HOSTILE.split())]
-    assert len(source) == 7  # a pipe in a name makes no cell
-
-
-class Page(HTMLParser):
-    """Collect the tags of a page, the texts of its headings and cells, and its table rows."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.cells: list[str] = []
-        self.rows: list[list[str]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attributes: Any) -> None:
-        self.tags.add(tag)
-        if tag in ("h1", "h2", "th", "td"):
-            self.cells.append("")
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_data(self, data: str) -> None:
-        if self.cells:
-            self.cells[-1] += data
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("th", "td"):
-            self.rows[-1].append(self.cells[-1])
-        elif tag in ("h1", "h2"):
-            self.cells.append("")
 
 
 class Watched(MemoryFileSystem):

@@ -18,7 +18,7 @@ from support.shard_folders import make_folder, reseal
 from data_prep import CorpusError
 from data_prep.audit import documents_of_row
 from data_prep.prepare import prepare
-from data_prep.publish import to_parquet, upload
+from data_prep.publish import upload
 from data_prep.shards import Segments, load_manifest, open_shards, verify, write_texts
 from data_prep.shards.reading import Split
 from data_prep.shards.writing import file_record
@@ -148,15 +148,9 @@ def test_pickled_segments_are_read_again_without_pandas(folder: Path) -> None:
 
 
 def test_texts_are_published_and_shown(folder: Path, tmp_path: Path) -> None:
-    copy, hub = tmp_path / "copy", tmp_path / "hub"
+    copy = tmp_path / "copy"
     assert upload(folder, f"file://{copy}") == "done"
     assert contents(copy) == contents(folder) and verify(copy) == []
-    assert to_parquet(folder, hub, file_bytes=2_000) == "done"
-    for split in SPLITS:
-        tables = [pq.read_table(path) for path in sorted((hub / "segments").glob(f"{split}-*"))]
-        texts = [text for table in tables for text in table["text"].to_pylist()]
-        assert texts == [text for row in expected(folder, split) for text in row]
-    assert "`text` is the cleaned text" in (hub / "README.md").read_text()
     for row, kept in enumerate(expected(folder, "train")):
         assert [segment.kept_text for segment in documents_of_row(folder, row)] == kept
 

@@ -21,7 +21,6 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.inspect import summary
 from data_prep.prepare import prepare
-from data_prep.publish import to_parquet
 from pretrain.export.export import export
 from pretrain.replay import replay
 
@@ -186,12 +185,6 @@ def test_replay_refuses_an_altered_tokenizer(values: Values, tmp_path: Path) -> 
         summary(tmp_path / "shards")
 
 
-def test_files_beside_the_tokenizer_are_not_published(planted: Path) -> None:
-    to_parquet(planted / "shards", planted / "hub")
-    found = {path.name for path in (planted / "hub" / "tokenizer").iterdir()}
-    assert found == {"tokenizer.json", "tokenizer_config.json", "vocab.txt"}
-
-
 @pytest.fixture
 def private() -> Iterator[None]:
     """Set a umask of owner and group."""
@@ -209,8 +202,7 @@ def test_all_files_have_the_mode_that_the_user_asked_for(
     prepare(CorpusConfig.model_validate(made))
     start(values | {"shards": str(tmp_path / "made")})
     export(tmp_path / "run", tmp_path / "exported", pytest.fail)
-    to_parquet(tmp_path / "made", tmp_path / "hub")
-    for folder in map(tmp_path.joinpath, ("made", "run", "exported", "hub")):
+    for folder in map(tmp_path.joinpath, ("made", "run", "exported")):
         modes = {
             str(path.relative_to(folder)): oct(stat.S_IMODE(path.stat().st_mode))
             for path in folder.rglob("*")
