@@ -131,7 +131,7 @@ def test_options_of_sums_need_them(distil: Distil, run: Path) -> None:
 def test_nodes_that_do_not_fit_each_other_say_why() -> None:
     for gpus, rank, message in ((1, 1, "says 2 x 2 processes, this one's 2 x 1"), (2, 0, "port")):
         head = Head("127.0.0.1", unused_port())
-        options = ("doctor", "--distributed", "--nodes", 2, "--timeout", 30)
+        options = ("doctor", "--distributed", "--nodes", 2, "--timeout", 120)
         options += ("--head", f"{head.host}:{head.port}")
         command = ("-m", "launch", *options, "--gpus", 2, "--node-rank", 0)
         first = warm.Process(*command, stdout=subprocess.PIPE, text=True)
