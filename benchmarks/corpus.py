@@ -31,23 +31,16 @@ from pretrain.monitor.records import append_record, check_record, row
 
 ROOT = Path(__file__).parents[1]
 PREPARE = f"{shlex.quote(sys.executable)} -m launch prepare corpus.yaml"
-ARRAY = " && ".join(
-    [
-        *(
-            "; ".join(
-                [f"for task in 1 2; do {PREPARE} --stage {stage} --task $task/2 & done", "wait"]
-            )
-            for stage in ("extract", "match", "deduplicate", "vocabulary", "pack")
-        ),
-        f"{PREPARE} --finalize",
-    ]
-)
+STAGES = "extract match deduplicate vocabulary pack"
+FIRST, SECOND = (f"{PREPARE} workers=1 --stage $stage --task {task}/2" for task in (1, 2))
+BOTH = f"{{ {FIRST} & }} && {SECOND} && wait $! || exit"
+ARRAY = f"for stage in {STAGES}; do {BOTH}; done; {PREPARE} --finalize"
 WAYS = {
     "original recipe": f"{shlex.quote(sys.executable)} original.py",
     "one worker": f"{PREPARE} workers=1",
     "two workers": f"{PREPARE} workers=2",
     "Ray, two cores": f"{PREPARE} workers=2 --engine ray",
-    "array of two tasks": ARRAY.replace("corpus.yaml", "corpus.yaml workers=1"),
+    "array of two tasks": ARRAY,
 }
 ORIGINAL = """
 import pickle
@@ -118,7 +111,7 @@ def main() -> None:
                 "MB of the largest process": taken.largest / 1e6,
                 "MB of all": taken.together / 1e6,
             }
-            if (folder / "out").is_dir():
+            if way != "original recipe":
                 shards = folder / "out"
                 digests.add(load_manifest(shards).digest)
                 splits = load_manifest(shards).splits.values()

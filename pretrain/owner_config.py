@@ -38,7 +38,7 @@ class Card(Keys):
     """A text whose answer the card shows; [MASK] is a hidden word."""
 
 
-PricePerHour = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+PricePerHour = Annotated[float, Field(gt=0, le=1e9)] | None
 
 _NO_SPACE = r"^[^\s'\"]+$"
 _TIME = re.compile(r"[0-9]+|[0-9]+(:[0-9]{1,2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED")

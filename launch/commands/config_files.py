@@ -111,7 +111,8 @@ def show_file(
             if name not in values:
                 if isinstance(own, Keys):
                     own = own.model_dump(mode="json", exclude_defaults=not resolved)
-                values |= {name: own} if own and (resolved or name in ours.model_fields_set) else {}
+                if resolved or (own and name in ours.model_fields_set):
+                    values[name] = own
         typer.echo(masked(as_yaml(values)), nl=False)
         return
     if resolved:

@@ -212,8 +212,8 @@ def planned_rates(config: RunConfig) -> tuple[float, float] | None:
 
     from launch.torchrun.start import Launch
 
-    world, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    preset = os.environ.get(HARDWARE)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    local, preset = int(os.environ.get("LOCAL_WORLD_SIZE", world)), os.environ.get(HARDWARE)
     if preset is None and torch.cuda.is_available():
         return None
     rates = target(Launch(config.output, [], world // local, local, preset)).rates
@@ -255,21 +255,21 @@ def cost_lines(
     units, unit = where.nodes, "node"
     if where.device == "cuda" and where.rates is not None:
         units, unit = where.world, "GPU"  # a job holds all of them, also while one node works
-        line += f", {_range(seconds, units / 3600)} GPU-hours"
+        line += f", {_range(seconds, units / 3600, 1)} GPU-hours"
         fast, least = (rate / where.world / 1e12 for rate in where.rates)
-        known_rate = f"{fast:.0f} TFLOP/s a GPU, as measured on one: docs/results/step-gpu.md"
+        known_rate = f"{fast:.0f} TFLOP/s a GPU, of a step on one: docs/results/step-gpu.md"
         guess = f"{fast:.0f} to {least:.1f} TFLOP/s a GPU, not measured there; the least is the "
         guess += "share of the peak that DistilBERT's authors had on V100s"
-        line += f" (at {guess if least < fast else known_rate})"
+        line += f" (at {guess if least < fast else known_rate})" * (not slow)
     if price is None:
         return [line]
-    paid = _range(seconds, units / 3600 * price)
+    paid = _range(seconds, units / 3600 * price, 2)
     return [line, f"price: {paid}, at price_per_hour {price:g} for each {unit}"]
 
 
-def _range(values: Sequence[float], factor: float) -> str:
-    """Return values times a factor: "3.1 to 250"."""
-    shown = (f"{v:,.0f}" if v >= 100 else f"{v:.2g}" for v in (value * factor for value in values))
+def _range(values: Sequence[float], factor: float, digits: int) -> str:
+    """Return values times a factor with so many digits after the point: "3.1 to 250.0"."""
+    shown = (f"{max(value * factor, 10**-digits):,.{digits}f}" for value in values)
     return " to ".join(dict.fromkeys(shown))
 
 

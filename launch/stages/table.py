@@ -111,6 +111,8 @@ def make_all(
     if dry_run and known:
         unknown = sum(stage.flop is None for stage in stages)
         without = f", without {unknown} stage(s) whose rows or models are not known" * (unknown > 0)
+        others = len(stages) - len(known) - unknown
+        without += f", without {others} stage(s) that do not train" * (others > 0)
         show(
             "",
             *(

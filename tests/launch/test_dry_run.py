@@ -98,7 +98,7 @@ def test_a_gpu_that_was_measured_has_its_rate(distil: Distil, paper: str) -> Non
         if row["model"] == "distilbert-base-uncased.yaml: bf16 KL all 32 rows: ours"
     )
     out = distil("launch", paper, "--dry-run", "--hardware", "h200", "--tokens", "4e9").out
-    (shown,) = re.findall(r"estimate: ([\d.]+) h on h200, .* as measured on one", out)
+    (shown,) = re.findall(r"estimate: ([\d.]+) h on h200, .* of a step on one: docs", out)
     assert float(shown) == pytest.approx(3 * 4e9 / rate / 3600, rel=0.02)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import pytest
 import yaml
@@ -165,6 +166,10 @@ def check_end(job: Job, how: str, output: Path) -> None:
     assert STEPS in whole_checkpoints(output)
     for here, there in zip(losses(output), losses(job.alone), strict=True):
         assert here == pytest.approx(there, rel=1e-5)
+    ours, others = weights(output), weights(job.alone)
+    assert ours.keys() == others.keys()
+    for name, weight in ours.items():  # after the last update
+        assert np.allclose(weight, others[name], rtol=0, atol=1e-5), name
     record(job, how, output)
 
 
@@ -192,18 +197,21 @@ def losses(output: Path) -> list[float]:
     return [entry["loss"] for entry in entries(output) if "grad_norm" in entry]
 
 
+def weights(output: Path) -> dict[str, np.ndarray]:
+    return load_file(output / f"checkpoints/step-{STEPS:08d}/student/model.safetensors")
+
+
 def record(job: Job, how: str, output: Path) -> None:
     """Append the figures of a run to the record, if one is asked for."""
     if RECORD is None:
         return
     steps = [entry for entry in entries(output) if "grad_norm" in entry]
-    student = f"checkpoints/step-{STEPS:08d}/student/model.safetensors"
-    weights, others = (load_file(run / student) for run in (output, job.alone))
+    ours, others = weights(output), weights(job.alone)
     both = zip(losses(output), losses(job.alone), strict=True)
     figures = {
         "loss of the third step": steps[-1]["loss"],
         "difference of a loss": max(abs(here / there - 1) for here, there in both),
-        "difference of a weight": max(abs(weights[name] - others[name]).max() for name in others),
+        "difference of a weight": max(abs(ours[name] - others[name]).max() for name in others),
         "MB of the first process": steps[-1]["memory"] / 1e6,
     }
     append_record(RECORD, job.shards, [row(how, {k: float(v) for k, v in figures.items()})])
