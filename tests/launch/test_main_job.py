@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import sys
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,8 +218,8 @@ def record(job: Job, how: str, output: Path) -> None:
 
 def unpack(archive: str, folder: Path) -> None:
     """Unpack an archive of ../shared/data."""
-    with tarfile.open(ROOT.parent / "shared/data" / archive, "r|xz") as tar:
-        tar.extractall(folder, filter="data")
+    done = finished("tar", "xJf", ROOT.parent / "shared/data" / archive, "-C", folder)
+    assert done.returncode == 0, done.stderr
 
 
 if __name__ == "__main__":
