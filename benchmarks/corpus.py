@@ -68,7 +68,6 @@ for ids in sequences:
     kept += [p for p in pieces if len(p) > 11 and (p == unk).mean() < 0.5]
 with open("out", "wb") as file:
     pickle.dump((kept, counts), file, protocol=pickle.HIGHEST_PROTOCOL)
-print(sum(map(len, kept)))
 """
 
 
@@ -113,9 +112,9 @@ def main() -> None:
             }
             if way != "original recipe":
                 shards = folder / "out"
-                digests.add(load_manifest(shards).digest)
-                splits = load_manifest(shards).splits.values()
-                figures["tokens"] = sum(split.tokens for split in splits)
+                manifest = load_manifest(shards)
+                digests.add(manifest.digest)
+                figures["tokens"] = sum(split.tokens for split in manifest.splits.values())
             rows.append(row(way, figures))
             print(json.dumps(rows[-1]), flush=True)
         assert len(digests) == 1, digests

@@ -81,7 +81,7 @@ def pretrain(
                     show(f"warning: {finding.what}: {finding.text}")
             from launch.stages.estimate import planned_rates
 
-            planned = planned_rates(settings)
+            planned = planned_rates(found)
         from pretrain.train import train
 
         quiet()

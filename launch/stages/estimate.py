@@ -202,8 +202,8 @@ class Cost(NamedTuple):
     everywhere: bool = True  # do all nodes take part? Otherwise one
 
 
-def planned_rates(config: RunConfig) -> tuple[float, float] | None:
-    """Return the tokens/s that arithmetic allows a run which starts here, at best and at worst.
+def planned_rates(found: Plan) -> tuple[float, float] | None:
+    """Return the tokens/s that arithmetic allows a run that starts here, at best and at worst.
 
     The layout and the preset are those of its launch. None: the preset or the models' sizes are
     not known.
@@ -216,8 +216,7 @@ def planned_rates(config: RunConfig) -> tuple[float, float] | None:
     local, preset = int(os.environ.get("LOCAL_WORLD_SIZE", world)), os.environ.get(HARDWARE)
     if preset is None and torch.cuda.is_available():
         return None
-    rates = target(Launch(config.output, [], world // local, local, preset)).rates
-    found = plan(config, {}, needs_shards=True)
+    rates = target(Launch(Path(), [], world // local, local, preset)).rates
     if rates is None or not found.step_flop:
         return None
     best, worst = (found.step_tokens * rate / found.step_flop for rate in rates)

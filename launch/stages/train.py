@@ -93,7 +93,8 @@ class Train(Stage):
         from pretrain.train import train
 
         quiet()
-        with Training(config.output / RUN_LOG, planned_rates(config)) as progress:
+        planned = planned_rates(plan(config, {}, needs_shards=True))
+        with Training(config.output / RUN_LOG, planned) as progress:
             outcome = train(config, progress=progress)
             place = f"step {outcome.step:,} of {outcome.num_steps:,}"
             progress.say(f"{config.output}: {outcome.ended}, {place}")

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import yaml
-from support.processes import ROOT, outside_slurm, unused_port
+from support.processes import (
+    DISTIL,
+    ROOT,
+    finished,
+    outside_slurm,
+    programs,
+    unused_port,
+    wait_until,
+)
 from support.small_corpora import LETTERS, corpus_values, write
 
 from data_prep.config import CorpusConfig
@@ -153,3 +161,21 @@ def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
         for process in reversed(started):
             process.terminate()
             process.wait(60)
+
+
+@pytest.fixture
+def slurm(cluster: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+    """Return a function that runs a command of a user of the cluster in `tmp_path`."""
+    environment = cluster | {
+        "PATH": programs(tmp_path / "bin", distil=DISTIL),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def run(*command: str) -> str:
+        done = finished(*command, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    wait_until(lambda: "idle" in run("sinfo", "-h", "-o", "%T"), lambda: run("sinfo"))
+    return run

@@ -137,7 +137,7 @@ def test_a_start_is_compared_with_its_plan(
     # On a GPU of no preset a plan is not known.
     monkeypatch.setenv("DISTIL_HARDWARE", "h200")
     assert (
-        planned_rates(load_config(RunConfig, run, []))
+        planned_rates(plan(load_config(RunConfig, run, []), {}, needs_shards=True))
         == (pytest.approx(0.24 * 989e12 / (3 * forward)),) * 2
     )
 

@@ -24,7 +24,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 from support.nodes import history, screens, two_nodes, whole_checkpoints
-from support.processes import DISTIL, ROOT, finished, in_a_process, programs, wait_until
+from support.processes import ROOT, finished, in_a_process, wait_until
 from support.small_corpora import write
 from transformers import pipeline
 
@@ -122,24 +122,12 @@ def test_two_nodes_lose_one_in_the_second_step_and_continue(
 
 
 def test_a_job_of_slurm_loses_a_rank_in_the_second_step_and_continues(
-    job: Job, tmp_path: Path, cluster: dict[str, str]
+    job: Job, tmp_path: Path, slurm: Callable[..., str]
 ) -> None:
-    environment = cluster | {
-        "PATH": programs(tmp_path / "bin", distil=DISTIL),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-
-    def slurm(*command: str) -> str:
-        done = finished(*command, env=environment, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
     def shown() -> str:
         return "".join(path.read_text() for path in tmp_path.glob("distil-*.log"))
 
     output = tmp_path / "out"
-    wait_until(lambda: "idle" in slurm("sinfo", "-h", "-o", "%T"), lambda: slurm("sinfo"))
     slurm(
         *("distil", "launch", str(job.config), f"output={output}", "--hardware", "cpu"),
         *("train.precision=fp32", "--gpus", "2", "--timeout", "600", "--slurm"),

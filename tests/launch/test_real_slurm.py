@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.processes import (
-    DISTIL,
-    ROOT,
-    finished,
-    programs,
     wait_until,
 )
 
@@ -20,20 +17,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_saves_before_its_limit_and_its_job_is_queued_again(
-    run: Path, tmp_path: Path, cluster: dict[str, str]
+    run: Path, tmp_path: Path, slurm: Callable[..., str]
 ) -> None:
-    environment = cluster | {
-        "PATH": programs(tmp_path / "bin", distil=DISTIL),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-
-    def slurm(*command: str) -> str:
-        done = finished(*command, env=environment, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    wait_until(lambda: "idle" in slurm("sinfo", "-h", "-o", "%T"), lambda: slurm("sinfo"))
     slurm(
         *("distil", "launch", str(run), "train.micro_batch_size=2", "train.max_steps=600"),
         *("--hardware", "cpu", "--gpus", "1", "--slurm", "slurm.partition=here"),
