@@ -53,7 +53,7 @@ def test_each_arm_of_a_shipped_comparison_trains(name: str, tmp_path: Path, corp
     )
     [entry] = load_config(Recipe, CONFIGS / f"{name}.yaml").runs
     arms = {label: run for label, run in entry.sweep.items() if label.startswith("seed0")}
-    assert len(arms) == (6 if name == "budgets" else 3)
+    assert len(arms) == (8 if name == "budgets" else 3)
     for label, run in arms.items():
         given = {"output": tmp_path / label, "shards": corpus, "teacher": str(tmp_path / "teacher")}
         given["evaluation"] = run.evaluation.model_copy(update={"rows": 4})
