@@ -4,16 +4,12 @@
     python benchmarks/peers.py sentences minilm-l6-body 'wiki/AA/*' glue/STS-B/sts-dev.csv
     python benchmarks/peers.py step distilbert transformers-research-projects/distillation
     python benchmarks/peers.py step minilm minilmv2.bb
-    python benchmarks/peers.py growth
-    python benchmarks/peers.py profile
 
 `sentences` trains the published example of sentence-transformers (a copy of the teacher with some
 of its layers, mean squared error of the vectors, batches of 64) or distils the teacher with
 model2vec, and prints Pearson's correlation on the pairs and CPU seconds. `step` times one step of
 Hugging Face's distiller or of Bloomberg's MiniLM code beside ours, after comparing losses and
-gradients; the folder is a clone at the commit that benchmarks/peers.txt names. `growth` varies one
-size at a time: what a step of each objective costs, and the same documents in the careful form.
-`profile` shows where the time of our step goes, with the same layers and BERT-base's width.
+gradients; the folder is a clone at the commit that benchmarks/peers.txt names.
 `--record FILE` appends the figures to a record.
 """
 
@@ -22,52 +18,34 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-import yaml
 from torch import Tensor, nn
 
+from benchmarks.baselines import (
+    Baseline,
+    Inputs,
+    Ours,
+    check,
+    figures,
+    load,
+    padded,
+    twin,
+)
 from data_prep.sources import Document, WikiExtractor
-from pretrain.bench import measure, models, table
-from pretrain.bench.baseline import BaselineStep, Inputs, padded
-from pretrain.config import RunConfig
+from pretrain.bench.micro_step import random_models, rows_of
 from pretrain.device.memory import freed_memory_kept
+from pretrain.device.precision import PRECISIONS
 from pretrain.encoders import compare_with_scores, read_pairs
 from pretrain.monitor.records import append_record, row
-from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.embedding import Embedding
-from pretrain.objectives.minilm import MiniLM
-from pretrain.objectives.objective import Objective
-from pretrain.objectives.tinybert import TinyBert
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
-# What `growth` varies; the other sizes are those of `Point`.
-SIZES = {
-    "row_length": (128, 512, 2048),
-    "document": (16, 64, 256),
-    "vocabulary": (30522, 119547, 250002),
-    "rows": (1, 4, 16),
-    "width": (128, 256, 512),
-}
-# Operators of a profile.
-KINDS = {
-    "products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise"),
-    "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
-}
-OBJECTIVES: Mapping[str, Objective] = {
-    "DistilBERT": DistilBert(),
-    "DistilBERT, KL masked": DistilBert.model_validate({"kl_positions": "masked"}),
-    "MiniLM": MiniLM(relation_heads=8),
-    "TinyBERT": TinyBert(),
-    "embedding": Embedding(similarity=0),
-}
 
 
 def bloomberg(inputs: Inputs) -> Callable[[], Tensor]:
@@ -119,7 +97,7 @@ def hugging_face(inputs: Inputs) -> Callable[[], Tensor]:
     return loss
 
 
-class Summed(measure.OurStep):
+class Summed(Ours):
     """Report one loss, as the authors' code does."""
 
     @property
@@ -129,114 +107,37 @@ class Summed(measure.OurStep):
         return {"": sum(weights[name] * value for name, value in super().terms.items())}
 
 
-PEERS = {"minilm": (bloomberg, "Bloomberg"), "distilbert": (hugging_face, "Hugging Face")}
+PEERS = {
+    "minilm": ("minilm-6x384.yaml", bloomberg, "Bloomberg"),
+    "distilbert": ("distilbert-base-uncased.yaml", hugging_face, "Hugging Face"),
+}
 
 
 @freed_memory_kept()
 def step(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Compare a step of theirs with ours, then time both in turn."""
-    config = None
-    if options.objective == "minilm":
-        text = (ROOT / "configs" / "minilm-6x384.yaml").read_text(encoding="utf-8")
-        config = RunConfig.model_validate(yaml.safe_load(text))
-    kl = None if config else ["all"]
-    settings = table.choose(config, CPU, ["fp32"], kl, [options.rows], 1, False, False)
-    subject = table.synthetic(config, options.layers, options.width, 512, CPU, settings)
-    batch, pair = subject.rows(options.rows), subject.pair
-    made = pair.ours(subject.objective("" if config else "all"), batch, "fp32")
-    ours = Summed(made.module, made.batch, made.precision)
-    make, code = PEERS[options.objective]
+    name, make, code = PEERS[options.objective]
+    config = load(ROOT / "configs" / name, {}).with_train(
+        precision="fp32", micro_batch_size=options.rows, global_batch_size=options.rows
+    )
+    models = random_models(config)
+    rows = rows_of(config, models.student)
+    ours = Summed(config, models, rows, CPU)
     sys.path.insert(0, str(options.code))
-    models_of_theirs, sequences = pair.baselines["usual"], padded(batch, pad_id=pair.pad_id)
-    loss = make(Inputs(*models_of_theirs, sequences, nn.ModuleDict()))
-    theirs = BaselineStep(*models_of_theirs, sequences, lambda _: {"": loss()}, {"": 1.0})
-    print(f"{subject.what}; {options.rows} rows")
-    found = measure.check(ours, theirs, "fp32")
+    assert models.teacher is not None
+    both = twin(models.student), twin(models.teacher)
+    inputs = Inputs(*both, padded(ours.batch, pad_id=rows.pad_id))
+    loss = make(inputs)
+    theirs = Baseline(lambda: {"": loss()}, {"": 1.0}, PRECISIONS["fp32"], inputs)
+    print(f"{models.what}; {options.rows} rows")
+    found = check(ours, theirs, "fp32")
     print(f"losses within {found.term:.0e}, gradients within {found.gradient:.0e}")
-    times = measure.timings({"ours": ours, code: theirs}, options.repeats, CPU)
-    memory = {name: measure.memory(s, CPU) for name, s in (("ours", ours), (code, theirs))}
-    print(f"{code} takes {measure.ratio(times[code], times['ours']):.2f} times as long")
-    rows = []
-    for name, milliseconds in times.items():
-        figures = {
-            "milliseconds": measure.rates(milliseconds, 1)["milliseconds"],
-            "megabytes above the encoders": memory[name].above_trunk / 1e6,
-        }
-        if name != "ours":
-            figures["times as long as ours"] = measure.ratio(milliseconds, times["ours"])
-        rows.append(row(f"{options.objective}: {name}", figures))
-    return rows
-
-
-@dataclass(frozen=True)
-class Point:
-    """Hold the sizes of one measurement of `growth`; 1,024 tokens unless rows say otherwise."""
-
-    row_length: int = 512
-    document: int = 64
-    vocabulary: int = 30522
-    rows: int = 2
-    width: int = 256
-
-    def steps(self, objective: Objective) -> tuple[measure.OurStep, BaselineStep]:
-        """Return our step on packed rows, and the careful one with a document a row."""
-        sizes = models.Sizes(self.width, 4, self.vocabulary, self.row_length)
-        student, teacher = models.models(sizes)
-        pair = measure.Pair.of(student, teacher, CPU, ["fp32"], pad_id=models.PAD)
-        pair = replace(pair, adapters=objective.adapters(*pair.shapes))
-        special = models.SpecialIds(models.PAD, models.CLS, models.SEP)
-        each = self.row_length // self.document
-        documents = models.drawn([self.document] * each * self.rows, self.vocabulary, special)
-        masking = models.masking(sizes)
-        packed = [documents[i * each : (i + 1) * each] for i in range(self.rows)]
-        rows = models.batch(packed, self.row_length, masking, special)
-        alone = models.batch([[d] for d in documents], self.document, masking, special)
-        ours = pair.ours(objective, rows, "fp32")
-        return ours, pair.baseline("careful", objective, alone, "fp32")
-
-
-@freed_memory_kept()
-def growth(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Vary one size at a time: the least of some tries, per 1,000 tokens."""
-    rows = []
-    for size, values in SIZES.items():
-        for name, objective in OBJECTIVES.items():
-            figures: dict[str, dict[str, float]] = {"ours": {}, "careful": {}}
-            for place, value in zip(("smallest", "middle", "largest"), values, strict=True):
-                changes = {size: value}
-                if size == "row_length":
-                    changes["rows"] = 2048 // value
-                point = Point(**changes)
-                ours, careful = point.steps(objective)
-                steps: dict[str, measure.Step] = {"ours": ours, "careful": careful}
-                times = measure.timings(steps, options.repeats, CPU)
-                for step, found in figures.items():
-                    cost = min(times[step]) / (point.rows * point.row_length / 1000)
-                    found[f"{step}, {place}"] = cost
-            title = f"{size.replace('_', ' ')} {', '.join(f'{v:,}' for v in values)}: {name}"
-            both = figures["ours"] | figures["careful"]
-            print(title, *(f"{key} {cost:,.0f} ms" for key, cost in both.items()), sep="; ")
-            rows.append(row(title, both))
-    return rows
-
-
-def profile(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print the share of each kind of operator in the time of our step."""
-    rows = []
-    for name, objective in OBJECTIVES.items():
-        step, _ = Point(width=768, rows=1).steps(objective)
-        step()
-        with torch.profiler.profile() as found:
-            step()
-        shares = dict.fromkeys([*KINDS, "other"], 0.0)
-        for event in found.key_averages():
-            kind = next((k for k, ops in KINDS.items() if event.key in ops), "other")
-            shares[kind] += event.self_cpu_time_total
-        total = sum(shares.values())
-        figures = {f"{kind}, share": value / total for kind, value in shares.items()}
-        rows.append(row(name, {"milliseconds": total / 1000, **figures}))
-        print(name, *(f"{key} {value:.3g}" for key, value in figures.items()), sep="; ")
-    return rows
+    both_steps: dict[str, Ours | Baseline] = {"ours": ours, code: theirs}
+    rows_of_record = []
+    for name, values in figures(both_steps, options.repeats, CPU).items():
+        print(name, *(f"{key} {value:,.3g}" for key, value in values.items()), sep="; ")
+        rows_of_record.append(row(f"{options.objective}: {name}", values))
+    return rows_of_record
 
 
 def sentences(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -318,15 +219,11 @@ def main() -> None:
     options.add_argument("objective", choices=("distilbert", "minilm"))
     options.add_argument("code", type=Path, help="folder of the authors' code")
     options.add_argument("--rows", type=int, default=2)
-    options.add_argument("--layers", type=int, default=12, help="of the teacher")
-    options.add_argument("--width", type=int, default=768, help="of the teacher")
-    kinds.add_parser("growth")
-    kinds.add_parser("profile")
     for each in kinds.choices.values():
         each.add_argument("--repeats", type=int, default=3)
         each.add_argument("--record", type=Path)
     given = parser.parse_args()
-    work = {"sentences": sentences, "step": step, "growth": growth, "profile": profile}
+    work = {"sentences": sentences, "step": step}
     rows = work[given.kind](given)
     append_record(given.record, getattr(given, "pairs", None), rows)
 

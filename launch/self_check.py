@@ -3,7 +3,7 @@
 1. Curves: 6 steps of objectives and families on text, compared with `curves.json`, made on a CPU.
 2. Compilation: the first curve with `train.compile`.
 3. Resume: a run that is killed and continued, compared with one that was not.
-4. Speed: a step of shipped configs at their own sizes, next to the baseline.
+4. Speed: a step of shipped configs at their own sizes.
 
 Models are tiny up to 3; their weights, rows and masks come from integer hashes. To make the curves
 again on purpose: `python -m launch.self_check`, on a CPU, with the reason in docs/LOG.md.
@@ -29,7 +29,7 @@ from torch import nn
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from pretrain import RunError
-from pretrain.bench import table
+from pretrain.bench import micro_step
 from pretrain.config import RunConfig
 from pretrain.data.hashing import derive, root
 from pretrain.files import replace_json
@@ -141,18 +141,14 @@ def killed_curve(values: dict[str, Any]) -> list[float]:
     return curve(values)
 
 
-def speed(config: RunConfig, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the measurements of `distil bench` for a config at its own sizes, random weights."""
+def speed(
+    config: RunConfig, say: Callable[[str], None]
+) -> tuple[list[micro_step.Measured], dict[str, float]]:
+    """Return the measurements of `distil bench` for a config, in the device's fast precision."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    asked = settings(config, device)
-    return table.compare(table.synthetic(config, 12, 768, 512, device, asked), asked, say)
-
-
-def settings(config: RunConfig, device: torch.device) -> table.Settings:
-    """Return how a config is measured: in the precision that is fast on the device."""
-    rows = [32 if device.type == "cuda" else 1]
-    config = config.with_train(precision="auto")
-    return table.choose(config, device, None, None, rows, 3, False, False)
+    rows = 32 if device.type == "cuda" else 1
+    asked = micro_step.asked(config.with_train(precision="auto"), device, [], [rows])
+    return micro_step.measure(asked, device, 3, say)
 
 
 def write_inputs(folder: Path) -> None:

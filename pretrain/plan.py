@@ -87,11 +87,16 @@ def flop(config: RunConfig, student: Sizes, teacher: Sizes | None, rows: Planned
     return 3 * forward(student) + (forward(teacher) if teacher and objective.compares else 0.0)
 
 
-def checkpoint_bytes(student: Sizes, rows: Planned) -> int:
-    """Return the bytes of a checkpoint: weights in fp32, and both moments."""
-    width, inner = student.hidden_size, student.intermediate_size
-    layer = 4 * width**2 + 2 * width * inner
-    return 12 * (student.num_hidden_layers * layer + (rows.vocab_size + rows.row_length) * width)
+def parameters(sizes: Sizes, rows: Planned, *, head: bool) -> int:
+    """Return the number of parameters of an encoder that reads these rows, and of its LM head."""
+    width, inner, words = sizes.hidden_size, sizes.intermediate_size, rows.vocab_size
+    if sizes.family == "modernbert":  # gated, without biases and positions
+        layer, embeddings = 4 * width**2 + 3 * width * inner + 2 * width, (words + 1) * width
+    else:
+        layer = 4 * width**2 + 2 * width * inner + 9 * width + inner
+        embeddings = (words + rows.row_length + 4) * width
+    own = width**2 + 3 * width + words if head else 0  # the words' matrix is that of embeddings
+    return embeddings + sizes.num_hidden_layers * layer + own
 
 
 def student_sizes(config: Student, teacher: Sizes) -> Sizes:
@@ -248,7 +253,8 @@ def plan(
         return Plan(None, tuple(lines))
     # The newest checkpoints, and the one that is being written.
     num = config.checkpoint.keep + 1 if config.checkpoint.every else 1
-    disk = num * checkpoint_bytes(student, there)
+    # Weights in fp32, and both moments.
+    disk = 12 * num * parameters(student, there, head=config.objective.needs_logits)
     of_step = tokens / steps
     work = flop(config, student, teacher, there) * of_step
     return Plan(student, tuple(lines), work, of_step, steps - step, disk, teacher, there)

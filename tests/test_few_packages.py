@@ -49,7 +49,7 @@ def hide(tmp_path: Path) -> Hide:
 
 
 def test_modules_import_without_packages_that_few_runs_need(hide: Hide) -> None:
-    program = "import importlib.util, launch.cli, pretrain.bench.table, data_prep.prepare"
+    program = "import importlib.util, launch.cli, pretrain.bench.micro_step, data_prep.prepare"
     program += f", pretrain.train; print(*map(importlib.util.find_spec, {MISSING!r}))"
     result = python("-c", program, environment=hide(MISSING))
     assert (result.returncode, result.stdout) == (0, f"{' '.join(['None'] * len(MISSING))}\n"), (

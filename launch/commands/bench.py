@@ -1,13 +1,13 @@
-"""Implement `distil bench`: time our step next to two baselines."""
+"""Implement `distil bench`: time our step, check this machine, or compare models."""
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from launch.console import print_table, show
 from pretrain.exit_codes import ExitCode
 from pretrain.monitor.records import append_record, check_record, row
 
+if TYPE_CHECKING:
+    from pretrain.bench.micro_step import Measured
+
 _SPEED = "## Size and speed"  # of a card
 
 
@@ -23,36 +26,20 @@ def bench(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="A YAML file, shipped:NAME.yaml; without one, DistilBERT at BERT-base's sizes.",
-            metavar="CONFIG",
+            help="A YAML file, or shipped:NAME.yaml; by default DistilBERT's.", metavar="CONFIG"
         ),
     ] = None,
     overrides: Overrides = None,
-    synthetic: Annotated[
-        bool,
-        typer.Option(
-            "--synthetic",
-            help="Random weights and rows: no shards. With CONFIG its objective and sizes.",
-        ),
-    ] = False,
     micro_batch: Annotated[
         list[int] | None,
-        typer.Option(help="Rows at a time; repeatable. By default 2 and 8, on a GPU 8, 32, 64."),
+        typer.Option(
+            help="Rows at a time; repeatable. By default the config's; else 2 and 8, on a GPU 8, "
+            "32, 64."
+        ),
     ] = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Repeatable. By default the config's; else fp32 and bf16, on a GPU bf16 and fp16.",
-            metavar="NAME",
-        ),
-    ] = None,
-    kl: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Where KL is over: all tokens or masked ones; repeatable. By default the "
-            "config's, else both.",
-            metavar="all|masked",
-        ),
+        typer.Option(help="Repeatable. By default the config's; auto without one.", metavar="NAME"),
     ] = None,
     repeats: Annotated[int, typer.Option(help="How often each step is timed.", min=1)] = 5,
     self_check: Annotated[
@@ -64,18 +51,6 @@ def bench(
     minutes: Annotated[
         float | None,
         typer.Option(help="After these --self-check times no further config; by default 8.", min=0),
-    ] = None,
-    documents: Annotated[
-        bool, typer.Option("--documents", help="Also compare packed rows with padded documents.")
-    ] = False,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Our step as with train.compile=true.")
-    ] = False,
-    layers: Annotated[int, typer.Option(help="Of a synthetic teacher.", min=2)] = 12,
-    width: Annotated[int, typer.Option(help="Of synthetic models.", min=8)] = 768,
-    row_length: Annotated[int, typer.Option(help="Of synthetic rows.", min=8, max=4096)] = 512,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures there.", metavar="FILE")
     ] = None,
     model: Annotated[
         list[str] | None,
@@ -90,75 +65,54 @@ def bench(
     ] = False,
     record: RecordFile = None,
 ) -> None:
-    """Time a step next to its objective in plain transformers, after comparing their results.
+    """Time a micro-step of a config, forward and backward, with random weights.
 
-    All have the same weights, rows and masks. "usual" is the form of Hugging Face's distillation
-    code; "careful" computes logits only where a loss reads them, with the same matrix library as
-    ours. On Linux all keep freed memory. `--self-check` tells whether this machine computes
-    what it should: losses of every objective and family, compilation, a killed run, then the speed
-    of four shipped configs. It takes no other option but --minutes and --record, and `--model` no
-    other but --card and --record.
+    Rows are those of its shards, or random ones where there are none; no weights are read.
+    `--self-check` tells whether this machine computes what it should: losses of every objective and
+    family, compilation, a killed run, then the speed of four shipped configs. It takes no other
+    option but --minutes and --record, and `--model` no other but --card and --record.
 
-    Example: distil bench shipped:minilm-6x384.yaml --synthetic --micro-batch 2
+    Example: distil bench shipped:minilm-6x384.yaml train.compile=true --micro-batch 2
     """
     from launch.config import config_line, load_config
     from pretrain import RunError
     from pretrain.config import RunConfig
 
-    given = (config, *(overrides or ()), synthetic, micro_batch, precision, kl, json_file)
+    is_given = any((config, overrides, micro_batch, precision))
     if model or card:
-        if any((*given, documents, compiled, self_check, minutes is not None)) or not model:
+        if is_given or self_check or minutes is not None or not model:
             raise RunError("--model: takes --card and --record alone; leave out the others")
         compare_models(model, card=card, record=record)
         return
     if self_check:
-        if any((*given, documents, compiled)) or (layers, width, row_length) != (12, 768, 512):
+        if is_given:
             raise RunError("--self-check: takes --minutes and --record alone; leave out the others")
         check_itself(8.0 if minutes is None else minutes, record)
         return
     if minutes is not None:
         raise RunError("--minutes: is for --self-check")
-    sizes = layers, width, row_length
-    if config is not None and not synthetic and sizes != (12, 768, 512):
-        raise RunError(
-            f"--layers, --width, --row-length: {config} has its own models and rows; leave them "
-            "out, or add --synthetic"
-        )
-    settings = load_config(RunConfig, config, overrides or []) if config else None
+    is_own, config = config is not None, config or Path("shipped:distilbert-base-uncased.yaml")
+    settings = load_config(RunConfig, config, overrides or [])
+    if not is_own:  # that one is for V100s
+        settings = settings.with_train(precision="auto", micro_batch_size="auto")
+    check_record(record)
 
     # torch takes seconds to import: a mistake in the config is answered before.
     quiet()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes of itself
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
-    from pretrain.bench import table
+    from pretrain.bench import machine, micro_step
     from pretrain.device.gpu import check_kernels
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     check_kernels(device)
-    if config is not None:
-        show(config_line(config))
-    asked_for = (precision, kl, micro_batch)
-    asked = table.choose(settings, device, *asked_for, repeats, documents, compiled)
-    if settings is None or synthetic:
-        subject = table.synthetic(settings, *sizes, device, asked)
-    else:
-        subject = table.configured(settings, device, asked)
-    check_record(record)
-    if json_file is not None:  # a file that cannot be written is an error before hours of timing
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.open("a").close()
-    from pretrain.kernels.products import choose, using
-
-    library = "auto" if settings is None else settings.train.products
-    with using(choose()[0] if library == "auto" else library):
-        report = table.compare(subject, asked, show)
-    show_rows(report["rows"], report["peak_flops"])
-    if documents:
-        show_documents(report["documents"])
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        show(f"written: {json_file}")
-    append_record(record, None, [line for cell in report["rows"] for line in recorded(cell)])
+    asked = micro_step.asked(settings, device, precision or [], micro_batch or [])
+    show(config_line(config), machine.line(device))
+    found, peaks = micro_step.measure(asked, device, repeats, show)
+    show_steps(found, peaks)
+    append_record(record, None, recorded(found))
 
 
 def compare_models(models: Sequence[str], *, card: bool, record: Path | None) -> None:
@@ -249,100 +203,53 @@ def check_itself(minutes: float, record: Path | None) -> None:
             lines.append([name, f"not run: {minutes:g} minutes were over", ""])
             continue
         show("", name)
-        report = speed(load_config(RunConfig, Path(f"shipped:{name}"), []), show)
-        found.append((name, report))
-        for cell in report["rows"]:
-            rows += [{**line, "model": f"{name}: {line['model']}"} for line in recorded(cell)]
+        steps, peaks = speed(load_config(RunConfig, Path(f"shipped:{name}"), []), show)
+        found.append((name, steps, peaks))
+        rows += [{**line, "model": f"{name}: {line['model']}"} for line in recorded(steps)]
     print_table(("check", "result", "largest difference of a loss"), lines)
     show(f"a loss may differ by {TOLERANCE:g} of its size from that of a CPU")
-    for name, report in found:
+    for name, steps, peaks in found:
         show("", name)
-        show_rows(report["rows"], report["peak_flops"])
+        show_steps(steps, peaks)
     append_record(record, None, rows)
     if num_failed:
         show(f"{num_failed} FAILED: this machine does not compute what it should; please report it")
         raise typer.Exit(ExitCode.BUG)
 
 
-def recorded(cell: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a record: the steps of a cell."""
-    size = f"{cell['micro_batch']} rows"
-    title = " ".join(filter(None, (cell["precision"], cell["kl"] and f"KL {cell['kl']}", size)))
-    found = []
-    for name, step in cell["steps"].items():
-        if "error" in step:
-            continue
-        figures = {
-            "milliseconds": step["milliseconds"],
-            "megabytes above the encoders": step["above_trunk_bytes"] / 1e6,
-        }
-        if step["of_peak"]:
-            figures["share of the measured peak"] = step["of_peak"]
-        figures["tokens/s"] = step["tokens_per_second"]
-        if "ratio" in step:
-            figures["times as long as ours"] = step["ratio"]
-        found.append(row(f"{title}: {name}", figures))
-    return found
+def recorded(found: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Return the rows of a record."""
+    return [
+        row(
+            f"{step.precision} {step.rows} rows: ours",
+            {
+                "milliseconds": step.milliseconds,
+                "megabytes": step.peak_bytes / 1e6,
+                "share of the measured peak": step.of_peak,
+                "tokens/s": 1000 * step.tokens / step.milliseconds,
+            },
+        )
+        for step in found
+        if step.tokens
+    ]
 
 
-def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
-    """Print time, memory and speed of the steps in each cell."""
-
-    def number(value: float) -> str:
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
+def show_steps(found: Sequence[Measured], peaks: dict[str, float]) -> None:
+    """Print time, memory and speed of steps."""
     lines = []
-    for cell in found:
-        for name, step in cell["steps"].items():
-            title = " ".join(
-                filter(None, (cell["precision"], cell["kl"], str(cell["micro_batch"])))
-            )
-            if "error" in step:
-                lines.append([title, name, "-", step["error"], "-", "-", "-", "-"])
-                continue
-            gain = f"{step['ratio']:.2f}" if "ratio" in step else ""
-            lines.append(
-                [
-                    title,
-                    name,
-                    number(step["milliseconds"]),
-                    f"{step['tokens_per_second']:,.0f}",
-                    number(step["peak_bytes"] / 1e6),
-                    number(step["above_trunk_bytes"] / 1e6),
-                    f"{step['of_peak']:.0%}" if step["of_peak"] else "-",
-                    gain,
-                ]
-            )
-    print_table(("precision KL rows", "step", "ms", "tokens/s", "MB", "above", "peak", "x"), lines)
+    for step in found:
+        if not step.tokens:
+            lines.append([step.precision, str(step.rows), "-", "out of memory", "-", "-"])
+            continue
+        speed = 1000 * step.tokens / step.milliseconds
+        ms = f"{step.milliseconds:,.0f}" if step.milliseconds >= 100 else f"{step.milliseconds:.3g}"
+        megabytes = f"{step.peak_bytes / 1e6:,.0f}"
+        lines.append(
+            [step.precision, str(step.rows), ms, f"{speed:,.0f}", megabytes, f"{step.of_peak:.0%}"]
+        )
+    print_table(("precision", "rows", "ms", "tokens/s", "MB", "peak"), lines)
     show(
         "ms: the median. MB: the most at a time, weights and gradients included, no optimizer "
-        "state; above: of it, above the encoders. x: how many times as long as ours, the median "
-        "of pairs timed one after the other; small models and rows gain nothing",
-        "peak: the share that goes into the loss of what matrix products reached here in this "
-        "run, " + ", ".join(f"{peak / 1e9:.1f} GFLOP/s ({p})" for p, peak in peaks.items()),
-    )
-
-
-def show_documents(found: Sequence[dict[str, Any]]) -> None:
-    """Print the speed of packed rows next to that of padded documents."""
-    lines = []
-    for cell in found:
-        parts = cell["precision"], cell["kl"], str(cell["micro_batch"]), cell["layout"]
-        title = " ".join(filter(None, parts))
-        for name in cell["steps"]:
-            step, against = cell["steps"][name], cell.get(f"against {name}")
-            lines.append(
-                [
-                    title,
-                    name,
-                    f"{cell['fills'][name.split()[1]]:.2f}",
-                    f"{step['tokens_per_second']:,.0f}" if "error" not in step else step["error"],
-                    f"{against['ratio']:.2f}" if against else "",
-                    f"{against['kept']:.2f}" if against else "",
-                ]
-            )
-    print_table(("precision KL rows layout", "step", "fill", "tokens/s", "x", "kept"), lines)
-    show(
-        "x: tokens/s of packed rows divided by those of this line, without padding; kept: that, "
-        "divided by the ratio of the fills"
+        "state. peak: the share that goes into the loss of what matrix products reached here in "
+        "this run, " + ", ".join(f"{peak / 1e9:.1f} GFLOP/s ({p})" for p, peak in peaks.items())
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,17 +19,16 @@ from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.device.fitting import largest, sizes
 from pretrain.device.precision import check_precision
 from pretrain.environment import HARDWARE
+from pretrain.footprint import Footprint
 from pretrain.plan import Plan, Planned, Sizes, plan
 from pretrain.run_folder import sealed_state
 
 if TYPE_CHECKING:
     from launch.torchrun.start import Launch
-    from pretrain.bench.budget import Budget
 
 _LEFT_FREE = 0.08  # share of the memory, as `micro_batch_size: auto` leaves
 _ROW = 512, 30522  # length and vocabulary, where no model is known: BERT's
 _OF_PYTHON = 1e9  # bytes of a process on a CPU besides tensors
-_OF_MEMORY = {"model", "student", "objective", "task", "masking"}
 _NETWORK = 25e9 / 8  # bytes/s between nodes, for the time that gradients take
 _STEP = 0.02  # seconds of a GPU's step, whatever the sizes: hundreds of kernels are started
 
@@ -302,8 +299,7 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
         )
     config = with_defaults(_with_precision(config, where.device), where.device, where.world)
     share = config.train.global_batch_size // where.world
-    rows_like = found.rows._replace(rows=0, tokens=0)  # their number takes no memory
-    counted = _budget(_shape(config), found.student, found.teacher, rows_like, where.device)
+    counted = Footprint(config, found.student, found.teacher, found.rows, where.device)
     held: dict[str, int] = dict(counted.held)
     if asked is not None and asked.zero is not None:
         for part in ("AdamW", "gradients")[: asked.zero]:
@@ -325,7 +321,7 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
     parts = {**held, "a micro-step": most - sum(held.values())}
     teacher = counted.teacher
     lines = [
-        f"parameters: {counted.trained / 1e6:.1f} M trained"
+        f"parameters: {counted.student / 1e6:.1f} M of the student"
         + f", {teacher / 1e6:.1f} M of the teacher" * (teacher > 0),
         f"memory: {decimal(most)} of {decimal(round(where.memory))} for a process on "
         f"{where.name} with micro-batches of {rows} rows ("
@@ -337,7 +333,7 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
     ]
     step = _STEP if where.device == "cuda" else 0.0
     if where.world > 1:
-        sent = 2 * (where.world - 1) / where.world * 4 * counted.trained
+        sent = 2 * (where.world - 1) / where.world * 4 * counted.student
         line = f"network: a process sends {decimal(round(sent))} of gradients a step"
         if where.nodes > 1:
             step = max(step, seconds := sent / _NETWORK)
@@ -362,23 +358,6 @@ def _with_precision(config: RunConfig, used: Device) -> RunConfig:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return config.with_train(precision=choose(device)[0])
-
-
-def _shape(config: RunConfig) -> str:
-    """Return a config as JSON, without what differs between runs that take as much memory."""
-    values = config.model_dump(mode="json", include=_OF_MEMORY)
-    values |= {"output": "run", "shards": "shards", "teacher": config.teacher and "teacher"}
-    values["train"] = config.train.model_dump(include={"precision", "activation_checkpointing"})
-    return json.dumps(values, sort_keys=True)
-
-
-@cache
-def _budget(
-    config: str, student: Sizes, teacher: Sizes | None, rows: Planned, device: str
-) -> Budget:
-    from pretrain.bench.budget import Budget
-
-    return Budget(RunConfig.model_validate_json(config), student, teacher, rows, device)
 
 
 def _too_large(

@@ -1,1 +1,1 @@
-"""Measure our step and the baseline for `distil bench`, and compare them."""
+"""Measure our step for `distil bench`, and describe the machine."""

@@ -72,6 +72,14 @@ def commit() -> str | None:
     return result.stdout.strip()
 
 
+def line(device: torch.device) -> str:
+    """Return processor or GPU, versions and commit in a line."""
+    found = hardware(device)
+    where = found.get("gpu") or f"{found['processor']}, {found['threads']} thread(s)"
+    known = ", ".join(f"{name} {number}" for name, number in versions().items() if number)
+    return f"{where}; {known}; commit {commit() or 'unknown'}"
+
+
 def peak_flops(device: torch.device, precision: str) -> float:
     """Measure the speed of large matrix products of random numbers on the device, in FLOP/s.
 

@@ -6,8 +6,9 @@ import ctypes
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -45,6 +46,32 @@ def in_use(device: torch.device) -> int:
 
         return torch.cuda.max_memory_allocated(device)
     return psutil.Process().memory_info().rss
+
+
+def allocated(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Return the most bytes of tensors while `work` runs, and those that its result holds alive.
+
+    Both are above what was alive before. A GPU's allocator counts them, on a CPU torch's profiler.
+    """
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # device sync: earlier work must not count
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = work()
+        peak, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        del result
+        return peak - before, left - before
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
+        result = work()
+    del result
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    alive = [0, *accumulate(change for _, change in changes)]
+    return max(alive), alive[-1]
 
 
 @contextmanager

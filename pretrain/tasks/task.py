@@ -185,8 +185,6 @@ class Task(Keys):
     def drawn(self, batch: Batch, width: int, *, pad_id: int) -> tuple[Batch, TeacherLabels | None]:
         """Return a batch of drawn rows as one of this task, for `distil bench`.
 
-        The objective needs a plain form to compare with, in pretrain/bench/baseline.py.
-
         Args:
             batch: of masked rows, on the host.
             width: of the teacher's tokens.

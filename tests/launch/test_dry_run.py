@@ -20,8 +20,8 @@ from support.tiny import save_teacher
 from launch.config import load_config
 from launch.stages.estimate import planned_rates
 from launch.torchrun.hardware import cores
-from pretrain.bench.budget import Budget
 from pretrain.config import RunConfig
+from pretrain.footprint import Footprint
 from pretrain.monitor.progress import Pace
 from pretrain.plan import Planned, Sizes, plan
 
@@ -64,7 +64,8 @@ def test_the_paper_on_four_nodes_is_what_a_calculation_gives(distil: Distil, pap
     options = ("--dry-run", "--hardware", "8xv100-16gb", "--nodes", 4, "--tokens", "4e9")
     code, out, err = distil("launch", paper, *options, "--head", "h", "--node-rank", 0)
     assert code == 0, out + err
-    assert f"parameters: {STUDENT / 1e6:.1f} M trained, {TEACHER / 1e6:.1f} M of the teacher" in out
+    sizes = f"{STUDENT / 1e6:.1f} M of the student, {TEACHER / 1e6:.1f} M of the teacher"
+    assert f"parameters: {sizes}" in out
     # 4e9 / 512 rows of 512 in steps of 4,096, three times.
     assert "steps: about 5,723 of 4,096 rows x 512 tokens, 3 epochs" in out
     assert "a step: 4,096 rows = 64 x 2 micro-batches x 32 process(es), fp16, 1.4 PFLOP" in out
@@ -202,7 +203,7 @@ def test_options_of_a_dry_run_need_one(distil: Distil, paper: str, run: Path) ->
     assert code == 2 and "has its own number of them" in err
 
 
-# That masked positions take less is tested by test_budget and test_footprint.
+# That masked positions take less is tested by test_plan_memory and test_footprint.
 @pytest.mark.parametrize("kl", ["all", pytest.param("masked", marks=pytest.mark.slow)])
 def test_the_page_has_these_figures(distil: Distil, paper: str, kl: str) -> None:
     options = ("--dry-run", "--hardware", "8xv100-16gb", "--tokens", "4e9")
@@ -339,7 +340,7 @@ def test_the_memory_of_a_plan_is_that_of_its_own_run(distil: Distil, paper: str)
         (shown,) = re.findall(r"a micro-step ([\d.]+ [kMG]?B)\)", out)
         length, words = model["max_position_embeddings"], model["vocab_size"]
         teacher = Sizes("bert", 96, 2, 12, 256)
-        counted = Budget(
+        counted = Footprint(
             load_config(RunConfig, Path(paper), keys),
             *(teacher._replace(family="distilbert", num_hidden_layers=1), teacher),
             Planned(1, 1, length, words),

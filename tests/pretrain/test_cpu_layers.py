@@ -12,7 +12,7 @@ from support.operators import Operators
 from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor, nn
 
-from pretrain.bench.baseline import twin
+from benchmarks.baselines import twin
 from pretrain.kernels.cpu_layers import (
     Dropout,
     Linear,

@@ -53,7 +53,7 @@ def test_a_record_file_that_cannot_be_written_is_refused_before_measuring(
 ) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "results.json", tmp_path):
-        code, _, error = distil("bench", "--layers", 2, "--record", place)
+        code, _, error = distil("bench", "--record", place)
         assert code == 2 and f"--record {place}" in error
 
 
@@ -64,7 +64,7 @@ def test_a_record_file_of_another_kind_is_refused_before_measuring(
     file = tmp_path / "notes.json"
     file.write_text(content)
     commands: tuple[tuple[object, ...], ...] = (
-        ("bench", "--layers", 2, "--record", file),
+        ("bench", "--record", file),
         ("demo", "--quick", "--record", file),
     )
     for command in commands:
@@ -85,25 +85,6 @@ def test_a_share_of_nothing_and_of_all_has_no_impossible_interval() -> None:
 
 
 @pytest.mark.slow
-def test_a_bench_records_what_its_report_holds(tmp_path: Path, distil: Any) -> None:
-    sizes = ("--layers", 2, "--width", 64, "--row-length", 16, "--micro-batch", 2, "--repeats", 2)
-    files = tmp_path / "report.json", tmp_path / "record.json"
-    options = ("--precision", "fp32", "--kl", "all", "--json", files[0], "--record", files[1])
-    code, _, error = distil("bench", *sizes, *options)
-    assert code == 0, error
-    (cell,) = json.loads(files[0].read_bytes())["rows"]
-    (rows,) = [record["rows"] for record in json.loads(files[1].read_bytes())]
-    names = "ours", "usual", "careful"
-    assert [row["model"] for row in rows] == [f"fp32 KL all 2 rows: {name}" for name in names]
-    for row, name in zip(rows, names, strict=True):
-        step, figures = cell["steps"][name], row["figures"]
-        assert figures["milliseconds"]["value"] == pytest.approx(step["milliseconds"], abs=1e-5)
-        above = step["above_trunk_bytes"] / 1e6
-        assert figures["megabytes above the encoders"]["value"] == pytest.approx(above, abs=1e-5)
-        ratio = None if name == "ours" else pytest.approx(step["ratio"], abs=1e-5)
-        assert figures.get("times as long as ours", {}).get("value") == ratio
-
-
 def test_a_corpus_records_the_counts_of_its_manifest(tmp_path: Path, distil: Any) -> None:
     (tmp_path / "a.txt").write_text("\n".join(f"word {i}" for i in range(40)), encoding="utf-8")
     corpus = (

@@ -1,0 +1,120 @@
+"""Estimate the memory of a process of a run in closed form, before any weights are read.
+
+Per token a layer of width D and inner width F keeps `d D + f F` bytes for its backward pass. The
+constants are a fit to what torch's profiler and its counts by shapes found, of nine objectives in
+four families; `tests/pretrain/test_plan_memory.py` compares with the profiler. Nothing here imports
+torch, so a login node can answer for a GPU. `micro_batch_size: auto` tries real steps instead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pretrain.config import RunConfig
+from pretrain.plan import Planned, Sizes, parameters
+
+
+class _Bytes(NamedTuple):
+    """Hold bytes that a layer keeps of a token."""
+
+    of_d: float
+    of_f: float
+    dropout: float = 0.0  # of D, with dropout
+    dropout_cpu: float = 0.0  # the same on a CPU
+
+
+# By family and precision; ModernBERT's feed-forward part is gated and has no dropout.
+_KEPT = {
+    ("modernbert", "fp32"): _Bytes(23, 32),
+    ("modernbert", "half"): _Bytes(33, 10.5),
+    ("others", "fp32"): _Bytes(32, 10, 4, 32),
+    ("others", "half"): _Bytes(25, 4, 6, 6),
+}
+_INPUT = 2  # of a layer whose activations are computed again
+_ENDS = 22  # of D: embeddings, and what a backward pass works with
+_COMPARED = 25  # of D, of a layer that is compared
+_PAIR = 23  # of a pair of tokens in a head of relations, up to so many at a time:
+_MOST_PAIRS = {"cpu": 2**18, "cuda": 2**24}
+# Of a logit, in chunks of so many positions, and of blocks of so many logits.
+_LOGIT, _CHUNK, _BLOCK = 9, {"cpu": 512, "cuda": 2048}, {"cpu": 2**18, "cuda": 2**23}
+_HEADS = 48  # of MiniLM's relations, where a config names no other number
+
+
+class Footprint:
+    """Estimate what a process of a run keeps in memory, within about a quarter.
+
+    Gradients and AdamW's two moments are in fp32. Not counted: the head of a task, the inside of
+    kernels, the allocator's rounding and what CUDA or Python take for themselves.
+
+    Args:
+        config: the run, with a precision.
+        student, teacher: sizes of Transformers.
+        rows: of the shards; those of a micro-batch are taken as full.
+        device: "cpu" or "cuda", which need not be here.
+    """
+
+    def __init__(
+        self, config: RunConfig, student: Sizes, teacher: Sizes | None, rows: Planned, device: str
+    ) -> None:
+        objective, self.full = config.objective, config.train.precision == "fp32"
+        self.config, self.sizes, self.rows, self.device = config, student, rows, device
+        self.student = parameters(student, rows, head=objective.needs_logits)
+        self.teacher = 0
+        self.held = {"student": 4 * self.student}
+        if teacher is not None and (objective.compares or objective.replaces):
+            self.teacher = parameters(teacher, rows, head=objective.needs_logits)
+            in_fp32 = self.full or objective.replaces
+            self.held["teacher"] = (4 if in_fp32 else 2) * self.teacher
+        trained = self.student
+        if objective.replaces:  # only layers are trained
+            none = student._replace(num_hidden_layers=0)
+            trained -= parameters(none, rows, head=objective.needs_logits)
+        self.held |= {"gradients": 4 * trained, "AdamW": 8 * trained}
+
+    def micro_step(self, num: int, *, held: bool) -> int:
+        """Return the peak bytes of a micro-step of `num` rows above `self.held`.
+
+        With `held` gradients lie there already: of an earlier micro-batch, or in buckets of DDP.
+        Else they take the place of activations as these are freed.
+        """
+        peak = self._activations(num * self.rows.row_length)
+        return round(peak if held else max(0.0, peak - self.held["gradients"]))
+
+    def _activations(self, tokens: int) -> float:
+        width, layers = self.sizes.hidden_size, self.sizes.num_hidden_layers
+        family = "modernbert" if self.sizes.family == "modernbert" else "others"
+        kept = _KEPT[family, "fp32" if self.full else "half"]
+        own, on_cpu = self.config.model or self.config.student, self.device == "cpu"
+        rates = own.model_dump(include={"dropout", "hidden_dropout_prob"}).values()
+        dropout = (kept.dropout_cpu if on_cpu else kept.dropout) if any(rates) else 0.0
+        layer = tokens * ((kept.of_d + dropout) * width + kept.of_f * self.sizes.intermediate_size)
+        work = self._compared(tokens) + self._logits(tokens)
+        if self.config.train.activation_checkpointing:
+            kept_layers, work = float(tokens * layers * _INPUT * width), max(work, layer)
+        else:
+            kept_layers = layers * layer
+        return kept_layers + tokens * _ENDS * width + work
+
+    def _logits(self, tokens: int) -> float:
+        """Return the bytes of an LM head's chunk."""
+        logits = [part for part in self.config.objective.parts if part.logits]
+        if not logits:
+            return 0.0
+        everywhere = any(part.over == "tokens" for part in logits)
+        share = 1.0 if everywhere else max(end or 0.0 for end in self.config.masking.ends)
+        num, words = share * tokens, self.rows.vocab_size
+        chunk = min(_CHUNK[self.device], num) * words
+        return _LOGIT * (chunk + min(_BLOCK[self.device], num * words))
+
+    def _compared(self, tokens: int) -> float:
+        """Return the bytes of layers that are compared by pairs of tokens."""
+        objective, sizes = self.config.objective, self.sizes
+        of_tokens = any(part.over == "tokens" for part in objective.parts)
+        if objective.needs_logits or self.config.task.has_head or not of_tokens:
+            return 0.0
+        heads = sizes.num_attention_heads
+        if getattr(objective, "version", 1) == 2:
+            heads = getattr(objective, "relation_heads", None) or _HEADS
+        pairs = min(_MOST_PAIRS[self.device], tokens * self.rows.row_length * heads)
+        layers = sizes.num_hidden_layers if objective.sums_layers else 1
+        return _PAIR * pairs + _COMPARED * layers * tokens * sizes.hidden_size
