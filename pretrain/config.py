@@ -119,8 +119,8 @@ class Train(Keys):
     precision: PrecisionName = "auto"
     """auto is bf16 or fp16 where the hardware is faster in it, else fp32."""
     products: ProductsName = "auto"
-    """Library of a CPU's matrix products in fp32. auto takes what a table knows of the processor,
-    else mixed. head: oneDNN for logits; mixed: for all but gradients of weights.
+    """Library of a CPU's matrix products in fp32. auto takes onednn on an AMD with
+    AVX-512, else mkl. head: oneDNN for logits; mixed: for all but gradients of weights.
     """
     seed: int = Field(0, ge=0, lt=2**64)
     """Of weights, order, masks and dropout."""

@@ -312,12 +312,12 @@ def resolve_products(
     state: Mapping[str, Any] | None,
     say: Callable[[str], None],
 ) -> RunConfig:
-    """Replace `products: auto` by the checkpoint's choice, or in a new run by the table's."""
+    """Replace `products: auto` by the checkpoint's choice, or in a new run by this CPU's."""
     if config.train.products != "auto":
         return config
-    name, reason = products.choose() if device.type == "cpu" else (products.USUAL, "")
+    name, reason = products.choose()
     if state is not None:
-        name, reason = state["config"]["train"].get("products", products.USUAL), "as before"
+        name, reason = state["config"]["train"]["products"], "as before"
     if device.type == "cpu" and config.train.precision == "fp32":
         say(f"products auto: {name} ({reason})")
     return config.with_train(products=name)

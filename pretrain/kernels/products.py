@@ -1,9 +1,9 @@
-"""Choose the library of a CPU's matrix products in fp32, by a table of what was measured.
+"""Choose the library of a CPU's matrix products in fp32: oneDNN on an AMD with AVX-512, else MKL.
 
 On x86 torch has two: MKL, which it takes for fp32, and oneDNN, which it takes for half precision.
-Which one is faster depends on the processor and on the kind of product. The choice needs no
-measurement at the start, so equal commands have equal bits: `python -m benchmarks.products`
-measures a row of the table. It is part of a run, as its precision is: a resumed run keeps it.
+Which one is faster depends on the processor and on the kind of product (docs/performance.md). The
+choice needs no measurement at the start, so equal commands have equal bits. It is part of a run, as
+its precision is: a resumed run keeps it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 CPUINFO = Path("/proc/cpuinfo")
 Kind = Literal["forward", "input gradient", "weight gradient", "head"]
 ProductsName = Literal["auto", "mkl", "head", "mixed", "onednn"]
-USUAL = "mixed"  # where nothing was measured, and of runs before there was a choice
 
 # Which kinds oneDNN computes. The gradients of the head are added to a sum, which it cannot do.
 ONEDNN: dict[str, frozenset[Kind]] = {
@@ -28,12 +26,6 @@ ONEDNN: dict[str, frozenset[Kind]] = {
     "onednn": frozenset({"forward", "input gradient", "weight gradient", "head"}),
 }
 
-# (vendor, widest instructions, torch) -> what is fastest there
-_TABLE: dict[tuple[str, str, str], str] = {
-    ("AuthenticAMD", "avx2", "2.13"): "head",  # docs/LOG.md, 2026-11-26
-    ("AuthenticAMD", "avx512f", "2.13"): "onednn",  # docs/LOG.md, 2026-11-27
-    ("GenuineIntel", "avx512f", "2.13"): "mkl",  # docs/LOG.md, 2026-11-27, with AMX
-}
 _used: list[str] = []  # the innermost choice is the last
 
 
@@ -49,19 +41,12 @@ def processor() -> tuple[str, frozenset[str]]:
     return fields.get("vendor_id", ""), frozenset(fields.get("flags", "").split())
 
 
-def row_of() -> tuple[str, str, str]:
-    """Return which row of the table this machine is."""
-    vendor, flags = processor()
-    widest = next((flag for flag in ("avx512f", "avx2") if flag in flags), "older")
-    return vendor, widest, ".".join(version("torch").split(".")[:2])
-
-
 def choose() -> tuple[str, str]:
     """Return what `train.products: auto` means on this CPU, and the reason."""
-    vendor, widest, torch = row = row_of()
-    found = _TABLE.get(row)
-    about = f"{vendor or 'unknown'} CPU, {widest}, torch {torch}"
-    return found or USUAL, about if found else f"{about}: not measured"
+    vendor, flags = processor()
+    # Without AVX-512 oneDNN takes 1.5 times as long for gradients (docs/results/products.md).
+    name = "onednn" if vendor == "AuthenticAMD" and "avx512f" in flags else "mkl"
+    return name, f"{vendor or 'unknown'} CPU"
 
 
 @contextmanager
