@@ -52,7 +52,7 @@ def export(
     """Write a checkpoint that plain transformers loads, with tokenizer and model card.
 
     ONNX files run without torch; the card has the lines. int8 is measured on up to 2,000 documents
-    or pairs, and what costs too much stays in fp32.
+    or pairs, and refused if it falls by more than --max-drop.
 
     Example: distil export runs/distilbert-base-uncased exported/my-distilbert --int8
     """

@@ -6,9 +6,9 @@ Shapes: n texts, B documents, L tokens, M masked tokens, W width of a vector, V 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from data_prep.shards import load_manifest, open_shards
 from pretrain import RunError
 from pretrain.contracts.batch import IGNORE
-from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
+from pretrain.deploy.heads import check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vectors_of
 from pretrain.encoders import FEWEST_PAIRS, scored_pairs, unit, validation_texts
 from pretrain.monitor.figures import Figure, interval, resamples
@@ -25,7 +25,14 @@ from pretrain.tasks.labelled import LabelledRows
 from pretrain.tasks.task_metrics import pearson
 
 ROWS = 2000  # documents, or pairs
-_PART = 4  # what a single group costs is measured on a quarter
+
+
+class Measured(NamedTuple):
+    """Hold what a file's answers are worth."""
+
+    value: float
+    agreement: float  # with fp32
+    drop: Figure  # below fp32; with its interval where examples can be drawn
 
 
 class Quality(ABC):
@@ -34,30 +41,48 @@ class Quality(ABC):
     Attributes:
         name: of the value.
         count: of the examples, in words.
-        of_all, of_part: the value of the file in fp32, on all examples and on a quarter.
+        size: the number of examples that are drawn for an interval; 0 if a value has none.
+        in_fp32: the answers of the file in fp32.
     """
 
     name: str
     count: str
-    of_all: float
-    of_part: float
+    size: int
+    in_fp32: Any
+
+    @property
+    def of_all(self) -> float:
+        """Return the value of the file in fp32."""
+        return self.value(self.examples(self.in_fp32), np.arange(self.size))
+
+    def measure(self, file: Path) -> Measured:
+        """Return what a file is worth; examples are drawn for both files at once."""
+        answers = self.answers(file)
+        fp32, ours = self.examples(self.in_fp32), self.examples(answers)
+        every = np.arange(self.size)
+        value = self.value(ours, every)
+        drops = [self.value(fp32, s) - self.value(ours, s) for s in self._samples()]
+        drop = interval(self.value(fp32, every) - value, drops or [np.nan])
+        return Measured(value, self.agreement(answers), drop)
+
+    def _samples(self) -> Iterable[NDArray[np.int64]]:
+        return resamples(self.size) if self.size else ()
 
     @abstractmethod
-    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
-        """Return the value of a file, and its agreement with fp32."""
-
-    def drop(self, file: Path) -> Figure:
-        """Return how far a file's value is below fp32; where they resolve it, with its interval.
-
-        Examples are drawn for both at once.
-        """
-        size, value = self.values(file)
-        drawn = [value(some) for some in resamples(size)] if size else [np.nan]
-        return interval(value(np.arange(size)), drawn)
+    def answers(self, file: Path) -> Any:
+        """Return what a file says of all examples."""
 
     @abstractmethod
-    def values(self, file: Path) -> tuple[int, Callable[[NDArray[np.int64]], float]]:
-        """Return the number of examples, and what gives the drop on some of them."""
+    def examples(self, answers: Any) -> Any:
+        """Return what a value is computed of."""
+
+    @abstractmethod
+    def value(self, examples: Any, some: NDArray[np.int64]) -> float:
+        """Return the value of some examples."""
+
+    @abstractmethod
+    def agreement(self, answers: Any) -> float:
+        """Return how far answers are those in fp32."""
 
 
 class HeadQuality(Quality):
@@ -75,48 +100,36 @@ class HeadQuality(Quality):
         documents = list(masked_documents(shards, rows))
         if not documents:
             raise RunError(f"--data {shards}: its validation rows have no token to mask")
-        num = min(ROWS, len(documents))
+        self.size = num = min(ROWS, len(documents))
         self.documents = [documents[i * len(documents) // num] for i in range(num)]
-        self.pad = pad
+        self.masks = np.array([len(d.places) for d in self.documents])
+        self.pad, self.count = pad, f"{num:,} documents"
         self.labels = np.concatenate([d.labels for d in self.documents])
-        self.in_fp32 = self._guesses(source, self.documents)
-        self.of_all = float((self.in_fp32 == self.labels).mean())
-        self.some = self.documents[::_PART]
-        chosen = [i % _PART == 0 for i, d in enumerate(self.documents) for _ in d.places]
-        self.chosen = np.array(chosen)
-        self.of_part = float((self.in_fp32 == self.labels)[self.chosen].mean())
-        self.count = f"{num:,} documents"
-        self.guesses_well = self.of_all > np.bincount(self.labels).max() / len(self.labels)
-        if not self.guesses_well:  # nothing could fall
-            self.name, self.of_all, self.of_part = "agreement with fp32", 1.0, 1.0
+        self.in_fp32 = self.answers(source)
+        if self.of_all <= np.bincount(self.labels).max() / len(self.labels):  # nothing could fall
+            self.name, self.labels = "agreement with fp32", self.in_fp32
 
-    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
-        """Return masked accuracy, and the share of guesses as in fp32."""
-        labels, known = self.labels, self.in_fp32
-        if part:
-            labels, known = labels[self.chosen], known[self.chosen]
-        guesses = self._guesses(file, self.some if part else self.documents)
-        agreement = float((guesses == known).mean())
-        return float((guesses == labels).mean()) if self.guesses_well else agreement, agreement
-
-    def values(self, file: Path) -> tuple[int, Callable[[NDArray[np.int64]], float]]:
-        """Return the number of documents, and what gives the drop on some of them."""
-        known = self.labels if self.guesses_well else self.in_fp32
-        ends = np.cumsum([len(d.places) for d in self.documents])[:-1]
-        guesses = self._guesses(file, self.documents)
-        lost = (self.in_fp32 == known).astype(int) - (guesses == known)
-        each = np.array([(len(part), part.sum()) for part in np.split(lost, ends)])
-        return len(each), lambda some: float(each[some, 1].sum() / max(1, each[some, 0].sum()))
-
-    def _guesses(self, file: Path, documents: Sequence[Masked]) -> NDArray[np.int64]:
+    def answers(self, file: Path) -> NDArray[np.int64]:
+        """Return the guesses at all masked places."""
         session = Session(file)
-        found = [
-            logits.argmax(-1)
-            for logits in logits_at_masks(
-                lambda ids, mask: session(LOGITS, ids, mask), documents, self.pad
-            )
-        ]
-        return np.concatenate(found)
+        found = logits_at_masks(
+            lambda ids, mask: session(LOGITS, ids, mask), self.documents, self.pad
+        )
+        return np.concatenate([logits.argmax(-1) for logits in found])
+
+    def examples(self, answers: Any) -> Any:
+        """Return how many guesses of each document are right."""
+        return np.add.reduceat(
+            answers == self.labels, np.cumsum(self.masks) - self.masks, dtype=int
+        )
+
+    def value(self, examples: Any, some: NDArray[np.int64]) -> float:
+        """Return the share of right guesses."""
+        return float(examples[some].sum() / max(1, self.masks[some].sum()))
+
+    def agreement(self, answers: Any) -> float:
+        """Return the share of guesses as in fp32."""
+        return float((answers == self.in_fp32).mean())
 
 
 class VectorQuality(Quality):
@@ -135,53 +148,37 @@ class VectorQuality(Quality):
             places = np.arange(num) * len(scores) // num
             texts = [first[i] for i in places] + [second[i] for i in places]
             scores, self.name = scores[places], "Pearson's correlation"
+            self.size, self.count = num, f"{num:,} pairs"
         else:
             texts = check_texts(data)
             self.name = "correlation of similarities with fp32"
-        self.scores = scores
-        self.count = f"{len(texts):,} documents" if scores is None else f"{len(scores):,} pairs"
+            self.size, self.count = 0, f"{len(texts):,} documents"
         self.ids, self.pad = encoder.ids(texts), encoder.pad
         self.in_fp32 = vectors_of(encoder.session, self.ids, self.pad)
-        self.of_all, _ = self._value(self.in_fp32, self._chosen(part=False))
-        some = self._chosen(part=True)
-        self.of_part, _ = self._value(self.in_fp32[some], some)
+        self.scores = scores
+        if scores is None:
+            self.known = self.examples(self.in_fp32)
 
-    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
-        """Return the correlation, and the mean cosine with fp32."""
-        chosen = self._chosen(part=part)
-        vectors = vectors_of(Session(file), [self.ids[i] for i in chosen], self.pad)
-        return self._value(vectors, chosen)
+    def answers(self, file: Path) -> Any:
+        """Return the vectors of all texts."""
+        return vectors_of(Session(file), self.ids, self.pad)
 
-    def values(self, file: Path) -> tuple[int, Callable[[NDArray[np.int64]], float]]:
-        """Return the number of pairs, and what gives the drop on some; without scores none."""
-        both = [unit(v) for v in (self.in_fp32, vectors_of(Session(file), self.ids, self.pad))]
+    def examples(self, answers: Any) -> Any:
+        """Return the cosines of the pairs."""
+        ours = unit(answers)
+        if self.size:
+            return (ours[: self.size] * ours[self.size :]).sum(1)
+        return (ours @ ours.T)[np.triu_indices(len(ours), 1)]
+
+    def value(self, examples: Any, some: NDArray[np.int64]) -> float:
+        """Return the correlation."""
         if self.scores is None:
-            return 0, lambda some: self.of_all - self._value(both[1], self._chosen(part=False))[0]
-        num, scores = len(self.scores), self.scores
-        fp32, ours = ((v[:num] * v[num:]).sum(1) for v in both)
-        return (
-            num,
-            lambda some: pearson(fp32[some], scores[some]) - pearson(ours[some], scores[some]),
-        )
+            return pearson(examples, self.known)
+        return pearson(examples[some], self.scores[some])
 
-    def _chosen(self, *, part: bool) -> NDArray[np.int64]:
-        """Return the places of the texts; of pairs both."""
-        step = _PART if part else 1
-        if self.scores is None:
-            return np.arange(0, len(self.ids), step)
-        first = np.arange(0, len(self.scores), step)
-        return np.concatenate([first, first + len(self.scores)])
-
-    def _value(self, vectors: Any, chosen: NDArray[np.int64]) -> tuple[float, float]:
-        ours, known = unit(vectors), unit(self.in_fp32[chosen])
-        agreement = float((ours * known).sum(1).mean())
-        if self.scores is not None:
-            half = len(chosen) // 2
-            return pearson(
-                (ours[:half] * ours[half:]).sum(1), self.scores[chosen[:half]]
-            ), agreement
-        pairs = np.triu_indices(len(ours), 1)
-        return pearson((ours @ ours.T)[pairs], (known @ known.T)[pairs]), agreement
+    def agreement(self, answers: Any) -> float:
+        """Return the mean cosine with fp32."""
+        return float((unit(answers) * unit(self.in_fp32)).sum(1).mean())
 
 
 class TaskQuality(Quality):
@@ -198,39 +195,32 @@ class TaskQuality(Quality):
             self.places = np.arange(num)
         self.name = metric_of(self.rows.shards.manifest)
         self.count = f"{len(self.places):,} examples"
-        self.in_fp32 = logits_of_file(Session(source), self.rows, self.places)
-        self.of_all = self._score(self.in_fp32, self.places)
-        some = self._some()
-        self.of_part = self._score(self.in_fp32[some], self.places[some])
+        self.in_fp32 = self.answers(source)
+        self.size = self.examples(self.in_fp32).size
 
-    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
-        """Return the score, and the share of answers as in fp32."""
-        some = self._some() if part else np.arange(len(self.places))
-        logits = logits_of_file(Session(file), self.rows, self.places[some])
-        score = self._score(logits, self.places[some])
-        known = self.in_fp32[some]
+    def answers(self, file: Path) -> Any:
+        """Return the logits of all rows."""
+        return logits_of_file(Session(file), self.rows, self.places)
+
+    def examples(self, answers: Any) -> Any:
+        """Return what the logits say."""
+        return measured_by(self.rows, answers, self.places)
+
+    def value(self, examples: Any, some: NDArray[np.int64]) -> float:
+        """Return the score."""
+        return float(examples.score(self.name, some))
+
+    def agreement(self, answers: Any) -> float:
+        """Return the share of answers as in fp32."""
+        known = self.in_fp32
         if known.ndim == 2 and known.shape[1] == 1:
-            return score, pearson(logits[:, 0].astype(float), known[:, 0].astype(float))
+            return pearson(answers[:, 0].astype(float), known[:, 0].astype(float))
         if self.rows.kind == "question_answering":  # the tokens of a row compete
-            return score, float((logits.argmax(1) == known.argmax(1)).mean())
-        same = logits.argmax(-1) == known.argmax(-1)
+            return float((answers.argmax(1) == known.argmax(1)).mean())
+        same = answers.argmax(-1) == known.argmax(-1)
         if self.rows.kind == "token_classification":  # of words, and not of padding
-            words = self.rows.columns["tags"][self.places[some], : same.shape[1]] != IGNORE
-            same = same[words]
-        return score, float(same.mean())
-
-    def values(self, file: Path) -> tuple[int, Callable[[NDArray[np.int64]], float]]:
-        """Return the number of labelled examples, and what gives the drop on some of them."""
-        logits = logits_of_file(Session(file), self.rows, self.places)
-        fp32, ours = (measured_by(self.rows, z, self.places) for z in (self.in_fp32, logits))
-        return fp32.size, lambda some: fp32.score(self.name, some) - ours.score(self.name, some)
-
-    def _some(self) -> NDArray[np.int64]:
-        whole = self.rows.kind == "question_answering"
-        return np.arange(0, len(self.places), 1 if whole else _PART)
-
-    def _score(self, logits: Any, places: NDArray[np.int64]) -> float:
-        return measured_by(self.rows, logits, places).score(self.name)
+            same = same[self.rows.columns["tags"][self.places, : same.shape[1]] != IGNORE]
+        return float(same.mean())
 
 
 def check_texts(data: Path) -> list[str]:

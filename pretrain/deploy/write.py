@@ -23,7 +23,7 @@ from pretrain.bench.machine import hardware
 from pretrain.deploy.asked import Onnx
 from pretrain.deploy.graph import Graph, compare, load_graph, to_fp16, write_graph
 from pretrain.deploy.quality import ROWS, check_texts, quality_of
-from pretrain.deploy.quantise import search
+from pretrain.deploy.quantise import quantise
 from pretrain.deploy.session import ENDS, LOGITS, Session, pad_id, reads_types, text_length
 from pretrain.encoders import example_texts, read_pairs, validation_texts
 from pretrain.monitor.tables import markdown
@@ -138,40 +138,26 @@ def _make(graph: Graph, folder: Path, wanted: Onnx, say: Callable[[str], None]) 
         quality = quality_of(source, folder, wanted.data, has_logits=graph.has_logits)
         say(f"int8: {quality.name} {quality.of_all:.4f} in fp32; measuring")
         file = source.with_name("model_quantized.onnx")
-        result = search(
-            source,
-            file,
-            quality,
-            metadata,
-            reduce_range=not wanted.this_cpu,
-            max_drop=wanted.max_drop,
-            say=say,
-        )
+        quantise(source, file, metadata, reduce_range=not wanted.this_cpu)
+        value, agreement, drop = quality.measure(file)
+        if not drop.value <= wanted.max_drop:
+            raise RunError(
+                f"int8: {quality.name} falls by {drop.value:.4f}, and --max-drop "
+                f"allows {wanted.max_drop:g}; nothing was exported. Allow more, or leave --int8 out"
+            )
         note(
             file,
             quality=quality.name,
             examples=quality.count,
             in_fp32=quality.of_all,
-            value=result.value,
-            drop=result.drop,
-            agreement=result.agreement,
-            kept=result.kept,
-            per_channel=result.per_channel,
+            value=value,
+            drop=drop.value,
+            agreement=agreement,
             reduce_range=not wanted.this_cpu,
-            rounds=result.rounds,
         )
-        drop = quality.drop(file)
-        if (
-            drop.low is not None
-            and drop.high is not None
-            and drop.high - drop.low > wanted.max_drop
-        ):
+        if (drop.high or 0) - (drop.low or 0) > wanted.max_drop:
             say(f"warning: the drop's interval is wider than --max-drop {wanted.max_drop:g}")
-        kept = f"; in fp32 stay {', '.join(result.kept)}" if result.kept else ""
-        say(
-            f"int8: {quality.name} {result.value:.4f}, {drop} below fp32; agreement "
-            f"{result.agreement:.4f}; {result.rounds} rounds{kept}"
-        )
+        say(f"int8: {quality.name} {value:.4f}, {drop} below fp32; agreement {agreement:.4f}")
     return found
 
 
@@ -240,8 +226,6 @@ def _card(folder: Path, record: dict[str, Any]) -> str:
     quality = next((file["quality"] for file in files.values() if "quality" in file), "")
     columns = ["file", "bytes", "difference", "same answers" if has_logits else "lowest cosine"]
     columns += [quality, "agreement"] if quality else []
-    in_part = any(known.get("kept") for known in files.values())
-    columns += ["left in fp32"] if in_part else []
     rows = []
     for file, known in files.items():
         cells = [file, f"{known['bytes']:,}", f"{known['difference']:.1e}", f"{known['same']:.4f}"]
@@ -251,7 +235,6 @@ def _card(folder: Path, record: dict[str, Any]) -> str:
                 value = next(f["in_fp32"] for f in files.values() if "quality" in f)
             agreement = f"{known['agreement']:.4f}" if "agreement" in known else ""
             cells += ["" if value is None else f"{value:.4f}", agreement]
-            cells += [", ".join(known.get("kept", ()))] if in_part else []
         rows.append(cells)
     longest = max(file["longest"] for file in files.values())
     lines = [

@@ -27,12 +27,11 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.tokens import of_shards
 from pretrain import RunError
-from pretrain.deploy import quantise as quantise_module
 from pretrain.deploy import write as writing
 from pretrain.deploy.asked import Onnx, check_onnx
 from pretrain.deploy.graph import clean, compare, load_graph, precision_of, write, write_graph
 from pretrain.deploy.quality import HeadQuality, Quality, TaskQuality
-from pretrain.deploy.quantise import groups_of, quantise, search
+from pretrain.deploy.quantise import quantise
 from pretrain.deploy.session import Session
 from pretrain.encoders import encode, load_encoder
 from pretrain.export.export import export, export_model
@@ -342,84 +341,20 @@ def test_the_lines_of_the_card_run_without_torch(
 # ---- int8 ---------------------------------------------------------------------------------------
 
 
-class Fixed(Quality):
-    """Value a file by how far its logits are from those in fp32."""
-
-    name, of_all, of_part = "closeness", 1.0, 1.0
-
-    def __init__(self, source: Path) -> None:
-        self.ids = np.arange(5, 165).reshape(8, 20)
-        self.wanted = self._logits(source)
-        self.rounds = 0
-
-    def values(self, file: Path) -> Any:
-        return 0, lambda some: self.of_all - self.measure(file)[0]
-
-    def _logits(self, file: Path) -> NDArray[np.float32]:
-        return Session(file)("logits", self.ids, np.ones_like(self.ids))
-
-    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
-        self.rounds += 1
-        far = np.abs(self._logits(file) - self.wanted).mean() / np.abs(self.wanted).mean()
-        return float(1 - far), float(1 - far)
-
-
-def with_an_outlier(folder: Path) -> Path:
-    """Write a file with a product that cannot be quantised: an input of it is 3,000."""
+def test_a_file_that_is_not_good_enough_is_refused(tmp_path: Path, corpus: Path) -> None:
+    """Take a product that cannot be quantised: an input of it is 3,000."""
     model = tiny_bert(2)
     layer = model.bert.encoder.layer[1]
     with torch.no_grad():
         layer.intermediate.dense.weight[3] = 0
         layer.intermediate.dense.bias[3] = 3000
         layer.output.dense.weight[:, 3] = 1e-4
-    model.save_pretrained(folder)
-    writing.write_graph(load_graph(folder), folder / "model.onnx", {})
-    return folder / "model.onnx"
-
-
-def test_what_cannot_be_quantised_stays_in_fp32(tmp_path: Path) -> None:
-    source, file, said = with_an_outlier(tmp_path), tmp_path / "int8.onnx", list[str]()
-    quality = Fixed(source)
-    found = search(source, file, quality, {}, reduce_range=True, max_drop=0.1, say=said.append)
-    assert found.kept == ("layer 1 output.dense",), said
-    assert said[1].strip().startswith("layer 1 output.dense")
-    assert found.rounds == quality.rounds <= quantise_module.ROUNDS
-    # The file is the one that was measured.
-    assert quality.measure(file)[0] == found.value and found.drop <= 0.1
-    integers = [n for n in onnx.load(file).graph.node if n.op_type == "MatMulInteger"]
-    plain = [n.name for n in onnx.load(file).graph.node if n.name.endswith("dense/MatMul")]
-    assert plain == ["bert.encoder.layer.1.output.dense/MatMul"] and len(integers) == 13
-
-
-def test_a_file_that_is_not_good_enough_is_refused(tmp_path: Path) -> None:
-    source, said = with_an_outlier(tmp_path), list[str]()
-    with refused("int8: closeness falls by", "--max-drop allows 1e-06", "nothing was exported"):
-        search(
-            source,
-            tmp_path / "int8.onnx",
-            Fixed(source),
-            {},
-            reduce_range=True,
-            max_drop=1e-6,
-            say=said.append,
-        )
-    assert not (tmp_path / "int8.onnx").exists()
-    assert len(said) == 1 + len(groups_of(onnx.load(source)))
-
-
-def test_the_figure_of_a_file_is_that_of_all_rows(one_layer: Path, tmp_path: Path) -> None:
-    class Parts(Fixed):
-        of_part = 0.5
-
-        def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
-            value, agreement = super().measure(file, part=part)
-            return value - 0.5 * part, agreement
-
-    quality = Parts(one_layer)
-    options: dict[str, Any] = {"reduce_range": True, "max_drop": 0.1, "say": pytest.fail}
-    found = search(one_layer, tmp_path / "int8.onnx", quality, {}, **options)
-    assert found.value == quality.measure(tmp_path / "int8.onnx")[0]
-    assert found.drop == quality.of_all - found.value
+    save_teacher(tmp_path / "model", model)
+    save_tokenizer(tmp_path / "model", corpus)
+    wanted = Onnx(int8=True, max_drop=0.01, data=corpus)
+    with refused("int8: agreement with fp32 falls by 0.", "--max-drop allows 0.01"):
+        export_model(str(tmp_path / "model"), tmp_path / "out", wanted, pytest.fail)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
@@ -432,14 +367,12 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("reduce_range", [True, False])
-@pytest.mark.parametrize("per_channel", [True, False])
 def test_weights_are_rounded_to_the_range(
-    reduce_range: bool, per_channel: bool, one_layer: Path, tmp_path: Path
+    reduce_range: bool, one_layer: Path, tmp_path: Path
 ) -> None:
-    """Compare with naive rounding: half a step of each row, column or matrix."""
+    """Compare with naive rounding: half a step of each row or column."""
     source, file = one_layer, tmp_path / "int8.onnx"
-    options: dict[str, bool] = {"per_channel": per_channel, "reduce_range": reduce_range}
-    quantise(source, file, groups_of(onnx.load(source)), {}, **options)
+    quantise(source, file, {}, reduce_range=reduce_range)
     arrays = {t.name: numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer}
     table = tiny_bert(1).bert.embeddings.word_embeddings.weight.detach().numpy()
     name = next(key for key in arrays if key.endswith("/rows") and arrays[key].shape == table.shape)
@@ -451,28 +384,26 @@ def test_weights_are_rounded_to_the_range(
     largest = int(np.abs(matrices[0].astype(int)).max())
     assert largest == (64 if reduce_range else 127)
     columns = np.abs(matrices[0].astype(int)).max(0)
-    assert (columns == largest).all() == per_channel
+    assert (columns == largest).all()
 
 
 def test_head_quality_is_masked_accuracy(of_head: Path, corpus: Path) -> None:
     """Compare with `distil evaluate` of the folder on all rows."""
     file = of_head / "onnx" / "model.onnx"
     quality = HeadQuality(file, corpus, 0)
-    assert (quality.of_all, quality.guesses_well) == (1.0, False)
-    quality.of_all = float((quality.in_fp32 == quality.labels).mean())
-    quality.guesses_well = True  # as of a trained model
+    assert quality.name == "agreement with fp32" and quality.measure(file)[:2] == (1.0, 1.0)
+    quality.labels = np.concatenate([d.labels for d in quality.documents])  # as of a trained model
     all_rows = evaluate_heads([str(of_head)], corpus, rows=10**6, warn=pytest.fail)[str(of_head)]
     assert quality.of_all == pytest.approx(all_rows["accuracy"].value, abs=1e-9)
-    assert quality.measure(file) == (quality.of_all, 1.0)
-    assert quality.measure(file, part=True)[1] == 1.0
+    assert quality.measure(file)[:2] == (quality.of_all, 1.0)
 
 
 def test_a_model_that_guesses_well_is_held_to_its_masked_accuracy(
     of_head: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HeadQuality, "_guesses", lambda self, *_: self.labels)
+    monkeypatch.setattr(HeadQuality, "answers", lambda self, _: self.labels)
     quality = HeadQuality(of_head / "onnx" / "model.onnx", corpus, 0)
-    assert (quality.guesses_well, quality.name, quality.of_all) == (True, "masked accuracy", 1.0)
+    assert (quality.name, quality.of_all) == ("masked accuracy", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +411,7 @@ def test_a_model_that_guesses_well_is_held_to_its_masked_accuracy(
     [("question_answering", 6, 3 / 4), ("token_classification", 1, 13 / 14)],
 )
 def test_answers_are_compared_over_tokens_and_tags_over_classes(
-    kind: str, changed: int, same: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, changed: int, same: float
 ) -> None:
     """Change the end of one of two answers, or one tag of 14."""
     known = np.zeros((2, 7, 2))
@@ -496,10 +427,8 @@ def test_answers_are_compared_over_tokens_and_tags_over_classes(
     tags[:, 7:] = -100
     quality.rows = SimpleNamespace(kind=kind, columns={"tags": tags})
     quality.places = np.arange(2)
-    quality.in_fp32, quality._score = known, lambda *_: 0.5
-    monkeypatch.setattr("pretrain.deploy.quality.logits_of_file", lambda *_: other)
-    monkeypatch.setattr("pretrain.deploy.quality.Session", lambda file: file)
-    assert quality.measure(Path("file")) == (0.5, pytest.approx(same))
+    quality.in_fp32 = known
+    assert quality.agreement(other) == pytest.approx(same)
 
 
 def test_the_drop_of_int8_has_the_interval_of_paired_examples() -> None:
@@ -509,36 +438,26 @@ def test_the_drop_of_int8_has_the_interval_of_paired_examples() -> None:
     ours = np.where(np.cumsum(fp32) * fp32 % 90 == 1, 0.0, fp32)
     assert fp32.sum() - ours.sum() == 10
 
-    class Known(TaskQuality):
-        def __init__(self) -> None:
-            pass
+    class Known(Quality):
+        size, in_fp32 = 1000, fp32
 
-        def values(self, file: Path) -> Any:
-            return 1000, lambda some: float((fp32 - ours)[some].mean())
+        def answers(self, file: Path) -> Any:
+            return ours
 
-    found = Known().drop(Path("file"))
+        def examples(self, answers: Any) -> Any:
+            return answers
+
+        def value(self, examples: Any, some: Any) -> float:
+            return float(examples[some].mean())
+
+        def agreement(self, answers: Any) -> float:
+            return float((answers == fp32).mean())
+
+    value, agreement, found = Known().measure(Path("file"))
+    assert (value, agreement) == (pytest.approx(0.89), pytest.approx(0.99))
     half = 1.96 * (fp32 - ours).std() / 1000**0.5  # about 0.006; unpaired it were 0.027
     assert found.value == pytest.approx(0.01) and found.low is not None
     assert found.low == pytest.approx(0.01 - half, abs=half / 3)
-
-
-def test_groups_of_a_deep_model_are_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take five layers of two products with inputs of their own."""
-    nodes, given = [], "x"
-    for layer in range(5):
-        for part in ("attention", "mlp"):
-            names = {"name": f"layers.{layer}.{part}.dense/MatMul"}
-            nodes.append(onnx.helper.make_node("MatMul", [given, "w"], [f"{layer}{part}"], **names))
-            given = f"{layer}{part}"
-    weight = numpy_helper.from_array(np.eye(2, dtype=np.float32), "w")
-    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], [], [weight]))
-    for most, wanted in ((9, [0, 1, 2, 3, 4]), (5, [0, 1, 2, 3, 4]), (3, [0, 2, 4]), (1, [0])):
-        monkeypatch.setattr(quantise_module, "_GROUPS", most)
-        groups = groups_of(model)
-        assert list(groups) == [f"layers from {first}" for first in wanted]
-        assert sorted(n for names in groups.values() for n in names) == sorted(
-            node.name for node in nodes
-        )
 
 
 # ---- folders and refusals -----------------------------------------------------------------------
