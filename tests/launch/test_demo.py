@@ -46,12 +46,14 @@ def test_the_short_demo_measures_four_models_once(tmp_path: Path, distil: Any) -
     code, out, error = distil(*arguments)
     assert code == 0 and "the same layers without a" in out and "next:" in out, error
     assert "it was not trained on them" not in out + error
-    rows = json.loads((tmp_path / "out" / "results.json").read_bytes())["rows"]
-    assert [len(row) for row in rows] == [7] * 4 and rows[0][0] == "teacher"
-    assert float(rows[0][2].rstrip("%")) > 40  # the shipped teacher, on rows that it never saw
-    losses = [float(row[3]) for row in rows]
-    assert losses[0] == min(losses) and float(rows[1][5]) > 0 and float(rows[3][5]) > 0
+    found = json.loads((tmp_path / "out" / "results.json").read_bytes())["figures"]
+    assert {*found} == {"teacher", "student", "the same layers, untrained", demo.CONTROL}
+    assert found["teacher"]["accuracy"][0] > 0.4  # the shipped one, on rows that it never saw
+    assert found["teacher"]["loss"][0] == min(figures["loss"][0] for figures in found.values())
+    assert found["student"]["CPU seconds"][0] > 0 and found[demo.CONTROL]["CPU seconds"][0] > 0
+    assert found["student"]["parameters"][0] < found["teacher"]["parameters"][0]
     again = distil(*arguments).out
+    assert again[again.index("teacher ") :].index("student ") < again.index("untrained")
     assert "everything is up to date" in again and again.count(": up to date, step") == 2
 
 
