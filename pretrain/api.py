@@ -55,7 +55,7 @@ class MaskingCollator:
     Args:
         tokenizer: a fast tokenizer of transformers.
         probability: share of the ordinary tokens to predict.
-        mode: single tokens, whole words, or spans of words (SpanBERT).
+        mode: single tokens, or whole words.
 
     Raises:
         ValueError: the tokenizer does not mark where words begin, or has no mask token.
@@ -66,10 +66,10 @@ class MaskingCollator:
         tokenizer: Any,
         *,
         probability: float = 0.15,
-        mode: Literal["uniform", "whole_word", "span"] = "uniform",
+        mode: Literal["uniform", "whole_word"] = "uniform",
     ) -> None:
-        if mode not in ("uniform", "whole_word", "span") or not 0 < probability < 1:
-            raise ValueError("mode: uniform, whole_word or span; probability: a share, e.g. 0.15")
+        if mode not in ("uniform", "whole_word") or not 0 < probability < 1:
+            raise ValueError("mode: uniform or whole_word; probability: a share, e.g. 0.15")
         if tokenizer.mask_token_id is None or tokenizer.pad_token_id is None:
             raise ValueError("the tokenizer has no mask or no padding token; set both")
         self.pad = tokenizer.pad_token_id
@@ -83,7 +83,6 @@ class MaskingCollator:
             vocab_size=len(tokenizer),
             seed=0,
             words=marks,
-            spans=mode == "span",
         )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -36,9 +36,9 @@ class MaskingConfig(Keys):
     """Share of each row's tokens that are to be predicted: 15 % as in BERT; [0.3, 0.15] changes in
     a line from the first step to the last. Objectives but distilbert and mlm have 0 by default.
     """
-    mode: Literal["uniform", "smoothed", "whole_word", "span"] = "uniform"
+    mode: Literal["uniform", "smoothed", "whole_word"] = "uniform"
     """How they are drawn: uniformly, weighted by count ** -0.7 (`smoothed`, as DistilBERT's
-    authors), as whole words, or as spans of 3.8 words in the mean (SpanBERT).
+    authors), or as whole words.
     """
 
     @field_validator("probability", mode="before")

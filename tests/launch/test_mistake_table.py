@@ -31,12 +31,12 @@ MISTAKES = [
     ("run", "masking.probability=30", "masking.probability: give one share", "(given: 30)"),
     (
         "run",
-        "objective.name=minilm masking.mode=span",
+        "objective.name=minilm masking.mode=whole_word",
         "masking.mode: objective minilm masks nothing: remove it",
     ),
     (
         "run",
-        "objective.name=embedding masking.mode=span",
+        "objective.name=embedding masking.mode=whole_word",
         "masking.mode: objective",
     ),
     ("mlm", "student.dropout=0.1", "student: objective mlm has no teacher: remove it"),
@@ -57,7 +57,7 @@ MISTAKES = [
     ("recipe", "objective.kl=0", "defaults.objective.kl for all runs, or runs.0.objective.kl"),
     (
         "recipe",
-        "defaults.masking.mode=span defaults.objective.name=minilm",
+        "defaults.masking.mode=whole_word defaults.objective.name=minilm",
         "defaults.masking.mode",
     ),
     (

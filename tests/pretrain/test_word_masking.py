@@ -1,4 +1,4 @@
-"""Check masks of whole words and spans with a reference in plain Python, and changing shares."""
+"""Check masks of whole words with a reference in plain Python, and changing shares."""
 
 import json
 import unicodedata
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from support.masks import CLS, MASK, PAD, SEP, SPECIAL, UNIFORM, V, mask, ordinary, selected
+from support.masks import CLS, PAD, SEP, SPECIAL, UNIFORM, V, mask, ordinary, selected
 from support.runs import history, refused, start, step_folder
 from support.said import Said
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -24,9 +24,8 @@ from pretrain.contracts.batch import IGNORE
 from pretrain.data.hashing import derive, root
 from pretrain.export.export import export
 from pretrain.tasks.mlm.examples import build_masking
-from pretrain.tasks.mlm.masking import Masked, Masking
+from pretrain.tasks.mlm.masking import Masking
 from pretrain.tasks.mlm.words import (
-    LONGEST,
     Borders,
     borders,
     byte_alphabet,
@@ -36,8 +35,6 @@ from pretrain.tasks.mlm.words import (
 
 GOES_ON = np.arange(V) % 3 == 0  # a third of the tokens continue a word
 WORDS = replace(UNIFORM, words=Borders(GOES_ON, *[np.zeros(V, bool)] * 4))
-SPANS = replace(WORDS, spans=True)
-LENGTHS = [0.2 * 0.8**k for k in range(LONGEST)]  # of spans, up to a factor
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +67,9 @@ def naive(row: list[int], number: int, masking: Masking) -> set[int]:
     """Return the positions that are selected in a row of epoch 0, word by word."""
     words = words_of(row)
     base = derive(root(masking.seed, 2), 0)
-    select, lengths = (derive(derive(base, purpose), number) for purpose in (0, 3))
+    select = derive(derive(base, 0), number)
     draws = {w: derive(select, word[0]) for w, word in enumerate(words)}
     special = [row[word[0]] in SPECIAL for word in words]
-    if masking.spans:
-        total, smallest = sum(LENGTHS), dict(draws)
-        for w, word in enumerate(words):
-            u, size = derive(lengths, word[0]) / 2**32, 1
-            while u >= sum(LENGTHS[:size]) / total:
-                size += 1
-            for other in range(w, min(w + size, len(words))):
-                if special[other] and other > w:
-                    break
-                smallest[other] = min(smallest[other], draws[w])
-        draws = smallest
     ordinary_words = [w for w in draws if not special[w]]
     num = sum(len(words[w]) for w in ordinary_words)
     wanted = max(1, (num * int(0.15 * 65536 + 0.5) + 32768) >> 16) if num else 0
@@ -95,46 +81,20 @@ def naive(row: list[int], number: int, masking: Masking) -> set[int]:
     return set(chosen or (words[order[0]][:wanted] if order else []))
 
 
-@pytest.mark.parametrize("masking", [WORDS, SPANS], ids=["words", "spans"])
-def test_the_selected_tokens_are_those_of_the_reference(ids: Any, masking: Masking) -> None:
-    result = mask(ids, masking)
+def test_the_selected_tokens_are_those_of_the_reference(ids: Any) -> None:
+    result = mask(ids, WORDS)
     flags = selected(result, ids.shape)
     for number, row in enumerate(ids.tolist()):
-        assert set(np.flatnonzero(flags[number])) == naive(row, number, masking), number
+        assert set(np.flatnonzero(flags[number])) == naive(row, number, WORDS), number
     assert not (flags & ~ordinary(ids)).any()
     assert 0.149 < flags.sum() / ordinary(ids).sum() < 0.151
 
 
-@pytest.mark.parametrize("masking", [WORDS, SPANS], ids=["words", "spans"])
-def test_masks_do_not_depend_on_the_batch(ids: Any, masking: Masking) -> None:
-    whole = mask(ids, masking)
+def test_masks_do_not_depend_on_the_batch(ids: Any) -> None:
+    whole = mask(ids, WORDS)
     for rows in (np.arange(7), np.array([200, 3, 77])):
-        part = masking(ids[rows], np.zeros(len(rows), int), rows)
+        part = WORDS(ids[rows], np.zeros(len(rows), int), rows)
         assert all(np.array_equal(a[rows], b) for a, b in zip(whole, part, strict=True))
-
-
-def test_a_span_is_replaced_as_a_whole(ids: Any) -> None:
-    """Check that [MASK] and the original token meet far less often than by single draws."""
-
-    def mixed(result: Masked) -> float:
-        flags = selected(result, ids.shape)
-        masked = result.input_ids == MASK
-        pairs = flags[:, 1:] & flags[:, :-1]
-        return float((masked[:, 1:] != masked[:, :-1])[pairs].mean())
-
-    assert mixed(mask(ids, SPANS)) < 0.1 < mixed(mask(ids, WORDS))  # 2 * 0.8 * 0.2 is 0.32
-
-
-def test_spans_are_as_long_as_in_spanbert() -> None:
-    """Mask one long document at 1 %, so that spans rarely meet; SpanBERT's mean is 3.8 words."""
-    rows = np.random.default_rng(2).integers(len(SPECIAL), V, (400, 1024))
-    spans = replace(UNIFORM, probability=0.01, words=Borders(*[np.zeros(V, bool)] * 5), spans=True)
-    flags = selected(mask(rows, spans), rows.shape)
-    begins = flags & ~np.pad(flags, ((0, 0), (1, 0)))[:, :-1]
-    # The last span of a row is cut at 10 tokens, so the mean is a little shorter.
-    assert 2.8 < flags.sum() / begins.sum() < 3.9
-    expected = sum((k + 1) * p for k, p in enumerate(LENGTHS)) / sum(LENGTHS)
-    assert expected == pytest.approx(3.8, abs=0.01)
 
 
 TEXTS = {
@@ -260,11 +220,9 @@ def test_the_alphabet_of_bytes_is_that_of_tokenizers() -> None:
 
 
 @pytest.mark.parametrize("length", [16, 64, 512])
-@pytest.mark.parametrize("spans", [False, True], ids=["words", "spans"])
-def test_fifteen_percent_are_masked_in_rows_of_any_length(length: int, spans: bool) -> None:
+def test_fifteen_percent_are_masked_in_rows_of_any_length(length: int) -> None:
     rows = np.random.default_rng(3).integers(len(SPECIAL), V, (4096 * 16 // length, length))
-    masking = replace(WORDS, spans=spans)
-    share = selected(mask(rows, masking), rows.shape).mean()
+    share = selected(mask(rows, WORDS), rows.shape).mean()
     wanted = (length * int(0.15 * 65536 + 0.5) + 32768 >> 16) / length  # whole tokens of a row
     assert wanted - 0.004 < share <= wanted
 
@@ -349,7 +307,6 @@ def test_the_share_changes_linearly(ids: Any) -> None:
 
 CONFIGS = [
     {"mode": "whole_word"},
-    {"mode": "span"},
     {"probability": [0.3, 0.0]},
     {"probability": 0.0},
 ]

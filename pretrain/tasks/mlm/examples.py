@@ -87,13 +87,13 @@ def build_masking(
 
     Raises:
         CorpusError: a file of the shards is damaged.
-        RunError: mode whole_word or span, and the tokenizer does not mark where words begin.
+        RunError: mode whole_word, and the tokenizer does not mark where words begin.
     """
     smoothing, words = None, None
     if config.mode == "smoothed":
         table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
         smoothing = np.asarray(table["smoothing"], dtype=np.int64)
-    if config.mode in ("whole_word", "span"):
+    if config.mode == "whole_word":
         words = words_of(folder, manifest, f"masking.mode {config.mode}", "take mode uniform")
     first, final = config.ends
     return replace(
@@ -102,7 +102,6 @@ def build_masking(
         final=final,
         num_steps=num_steps,
         words=words,
-        spans=config.mode == "span",
     )
 
 
@@ -136,7 +135,7 @@ def special_tokens(manifest: Manifest, size: int) -> NDArray[np.bool_]:
 
 def unspaced_note(config: MaskingConfig, folder: Path, manifest: Manifest) -> str:
     """Return what screen and card should say about words in scripts without spaces, or ""."""
-    if config.mode not in ("whole_word", "span"):
+    if config.mode != "whole_word":
         return ""
     try:
         marks = borders_of(folder, manifest).unspaced

@@ -21,7 +21,7 @@ from pretrain.data.hashing import MASK32, derive, root
 from pretrain.tasks.mlm.words import Borders, choose_words, draw_words
 
 _MASKING = 2  # this use of the seed; order and dropout have other numbers
-_SELECT, _ACTION, _REPLACE, _LENGTH = range(4)
+_SELECT, _ACTION, _REPLACE = range(3)
 _POSITION_BITS = 12  # row lengths up to 4,096
 _POSITION = (1 << _POSITION_BITS) - 1
 _UNSELECTABLE = (1 << 63) - (1 << _POSITION_BITS)
@@ -53,7 +53,6 @@ class Masking:
             proportional to count**0.7: a token is drawn with weight count**-0.7, so rare tokens are
             predicted more often (XLM; DistilBERT's training code).
         words: the borders of words, to draw whole words; None draws single tokens.
-        spans: draw spans of words; each is replaced as a whole, 80/10/10 (SpanBERT, section 3.1).
         replace: "80/10/10" for training; "mask" puts [MASK] everywhere, for evaluation.
     """
 
@@ -66,7 +65,6 @@ class Masking:
     final: float | None = None
     num_steps: int = 1
     words: Borders | None = None
-    spans: bool = False
     replace: Literal["80/10/10", "mask"] = "80/10/10"
 
     def num_slots(self, row_length: int) -> int:
@@ -84,10 +82,9 @@ class Masking:
         """
         num_rows, length = input_ids.shape
         assert length <= 1 << _POSITION_BITS
-        # `keys` [4, B, 1]: one 32-bit key for each purpose (selection, action, replacement, length
-        # of spans) and row. It is a bijection of the row number, so no two rows of an epoch share a
-        # mask.
-        numbers: list[Any] = [np.asarray(x, dtype=np.uint32) for x in (epochs, np.arange(4), rows)]
+        # `keys` [3, B, 1]: one 32-bit key for each purpose (selection, action, replacement) and
+        # row. It is a bijection of the row number, so no two rows of an epoch share a mask.
+        numbers: list[Any] = [np.asarray(x, dtype=np.uint32) for x in (epochs, np.arange(3), rows)]
         epoch, purpose, number = numbers  # uint32, in which `mix` is fast
         base = derive(root(self.seed, _MASKING), epoch)
         keys = derive(derive(base, purpose[:, None]), number)[:, :, None]
@@ -115,7 +112,7 @@ class Masking:
         Args:
             ids: [B, L] int64.
             rows: the result, written in place; its `input_ids` begin as a copy of `ids`.
-            keys: [4, B, 1], a key of each row for each purpose.
+            keys: [3, B, 1], a key of each row for each purpose.
             share: of a row's ordinary tokens to select, in units of 2**-16.
         """
         num_rows, length = ids.shape
@@ -132,10 +129,7 @@ class Masking:
             draw = _EXPONENTIAL[chance] * self.smoothing[ids]  # int64
         drawn = None
         if self.words is not None:
-            lengths = derive(keys[_LENGTH], np.arange(length, dtype=keys.dtype))
-            drawn = draw_words(
-                draw, ids, self.words, self._special, lengths if self.spans else None
-            )
+            drawn = draw_words(draw, ids, self.words, self._special)
         # Padding, [CLS], [SEP] and the like are special, so no slot points at them while ordinary
         # tokens are left.
         selectable = ~self._special[ids]
@@ -158,10 +152,10 @@ class Masking:
         else:
             # Two more 32-bit draws per slot [B, K], with keys of their own, so they are independent
             # of the selection: `action` chooses among the three cases, `number` the random token.
-            # A span has one action, drawn at its origin.
-            spots = slots if drawn is None or not self.spans else _at(drawn.origin, slots)
-            action = derive(keys[_ACTION], np.asarray(spots, dtype=keys.dtype))
-            number = derive(keys[_REPLACE], np.asarray(slots, dtype=keys.dtype))
+            action, number = (
+                derive(keys[purpose], np.asarray(slots, dtype=keys.dtype))
+                for purpose in (_ACTION, _REPLACE)
+            )
             action %= 10  # 0 to 7: [MASK]; 8: the original token; 9: a random ordinary token
             # number * n / 2**32 without a division; special tokens are never drawn.
             ordinary = np.flatnonzero(~self._special)
@@ -193,10 +187,6 @@ def _num_wanted(num_selectable: Any, share: int) -> Any:
     # Integer arithmetic, rounded to nearest, so that every machine agrees to the bit.
     wanted = (num_selectable * share + (1 << 15)) >> 16
     return wanted + ((wanted == 0) & (num_selectable > 0) & (share > 0))
-
-
-def _at(values_BL: NDArray[np.int64], slots_BK: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.take_along_axis(values_BL, slots_BK, axis=1)
 
 
 def integer_exponential() -> NDArray[np.int32]:

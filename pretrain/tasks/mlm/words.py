@@ -1,7 +1,7 @@
-"""Draw whole words, or spans of words, in place of single tokens, for masking.
+"""Draw whole words in place of single tokens, for masking.
 
-Every token of a word gets the draw of its word, and every word of a span the draw of its span, so
-that selecting the smallest draws selects them whole. All are integer hashes, see `masking`.
+Every token of a word gets the draw of its word, so that selecting the smallest draws selects words
+whole. All are integer hashes, see `masking`.
 
 Shapes: B rows, L row length, V vocabulary.
 """
@@ -18,27 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LONGEST = 10  # words of a span: lengths are geometric with p = 0.2 up to it (SpanBERT, section 3.1)
 _SPACE = "\u2581"  # how SentencePiece spells a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte that a SentencePiece vocabulary falls back to
 # Scripts that put no space between words, by the first word of a character's name.
 _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
-_NO_DRAW = 1 << 32  # above every 32-bit draw
 _NEVER = 1 << 62
-# P(length <= k) in units of 2**-32, for k from 1: weights 0.2 * 0.8**(k - 1) are 4**(k - 1) *
-# 5**(10 - k) as integers, so every machine has the same table.
-_WEIGHTS = [4**k * 5 ** (LONGEST - 1 - k) for k in range(LONGEST)]
-_UP_TO = np.array(
-    [(sum(_WEIGHTS[: k + 1]) << 32) // sum(_WEIGHTS) for k in range(LONGEST)], dtype=np.uint64
-)
 
 
 class Drawn(NamedTuple):
     """Hold the draws that select whole words."""
 
-    draw: NDArray[np.int64]  # [B, L] of a token's word or span
+    draw: NDArray[np.int64]  # [B, L] of a token's word
     word: NDArray[np.int64]  # [B, L] number of a token's word in its row
-    origin: NDArray[np.int64]  # [B, L] first position of a token's word or span
 
 
 class Borders(NamedTuple):
@@ -189,22 +180,17 @@ def draw_words(
     ids: NDArray[np.int64],
     words: Borders,
     special: NDArray[np.bool_],
-    lengths: NDArray[np.uint32] | None = None,
 ) -> Drawn:
-    """Give every token the draw of its word, or of the span with the smallest draw that reaches it.
-
-    A span begins at every word, with that word's draw, and ends before a special token.
+    """Give every token the draw of its word.
 
     Args:
         draw: 32-bit hashes of the positions [B, L].
         ids: of the tokens [B, L].
         words: the borders of words, over the whole vocabulary.
         special: which tokens of the vocabulary are special; no word reaches over one [V].
-        lengths: 32-bit hashes of the positions [B, L], from which lengths of spans follow; None
-            draws words.
     """
-    num_rows, length = ids.shape
-    # Words: a token begins one unless it goes on with the one before, which is not special.
+    length = ids.shape[1]
+    # A token begins one unless it goes on with the one before, which is not special.
     around = special[ids]
     begins = ~words.goes_on[ids] | around
     begins[:, 0] = True
@@ -216,30 +202,7 @@ def draw_words(
     first = np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1)
     word = np.cumsum(begins, axis=1) - 1
     by_word = np.take_along_axis(draw, first, axis=1).astype(np.int64)
-    if lengths is None:
-        return Drawn(by_word, word, first)
-
-    # Spans: the same by number of word [B, L]; entries behind a row's last word reach nothing.
-    row = np.arange(num_rows)[:, None]
-    origin = np.full((num_rows, length), length - 1)
-    own = np.full((num_rows, length), _NO_DRAW, dtype=np.int64)
-    document = np.full((num_rows, length), -1)
-    reach = np.zeros((num_rows, length), dtype=np.int64)
-    sizes = 1 + np.searchsorted(_UP_TO, lengths.astype(np.uint64), side="right")
-    origin[row, word], own[row, word] = first, by_word
-    document[row, word] = np.cumsum(around, axis=1)
-    reach[row, word] = np.take_along_axis(sizes, first, axis=1)
-    # The span of a word reaches the next `reach` words of its document, itself included.
-    best, source = own.copy(), origin.copy()
-    for far in range(1, LONGEST):
-        reaches = (reach[:, :-far] > far) & (document[:, :-far] == document[:, far:])
-        better = reaches & (own[:, :-far] < best[:, far:])
-        best[:, far:] = np.where(better, own[:, :-far], best[:, far:])
-        source[:, far:] = np.where(better, origin[:, :-far], source[:, far:])
-    # Back from words to tokens.
-    of_tokens = (np.take_along_axis(values, word, axis=1) for values in (best, source))
-    by_span, of_span = of_tokens
-    return Drawn(by_span, word, of_span)
+    return Drawn(by_word, word)
 
 
 def choose_words(
