@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
-# Tests wait for processes of their own; a fourth worker gains nothing (docs/LOG.md).
+# Tests wait for processes of their own; a fourth worker gains nothing (docs/log).
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .PHONY: install demo demo-sentences demo-quick test test-slow test-browser test-gpu checks figures results config-page torture clean
@@ -68,9 +68,10 @@ checks: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/figures.py --check
 	$(PYTEST)
 
-# A ledger of the code's size: a report, not a limit.
+# A ledger of the code's size and of the ways through it; CI holds the size to .ci/size.json.
 figures: install
 	$(BIN)/python benchmarks/figures.py
 

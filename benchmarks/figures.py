@@ -1,14 +1,20 @@
-"""Print a ledger of the code's size: a report, not a limit.
+"""Print a ledger of the code's size and of the ways through it, and hold the size to a limit.
 
-    python benchmarks/figures.py     (`make figures`)
+    python benchmarks/figures.py             (`make figures`)
+    python benchmarks/figures.py --check     fail if product or tests grew (CI does)
+    python benchmarks/figures.py --write     commit a smaller size, or a larger one with its reason
+                                             in docs/log
 
-Code lines are counted without comments, docstrings and blank lines.
+Code lines are counted without comments, docstrings and blank lines; nodes are those of the syntax
+trees, which neither packing lines nor renaming makes fewer.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import json
+import sys
 import tokenize
 from pathlib import Path
 from typing import Any
@@ -40,13 +46,25 @@ WALKS = {
         *("pretrain/model/distillation.py", "pretrain/model/families/walk.py"),
         *("pretrain/objectives/distilbert.py", "pretrain/objectives/vocabulary_terms.py"),
     ),
+    "CSV to metric": (
+        *("data_prep/examples/making.py", "data_prep/examples/labelled_files.py"),
+        *("data_prep/examples/encoding.py", "pretrain/tasks/labelled.py", "pretrain/scores.py"),
+        *("pretrain/tasks/labelled_task.py", "pretrain/tasks/prediction.py"),
+        "pretrain/tasks/task_metrics.py",
+    ),
     "a key": ("pretrain/config.py", "launch/config.py"),
     "MiniLM": ("pretrain/objectives/minilm.py", "pretrain/contracts/terms.py"),
     "an export": (
         *("launch/commands/export.py", "pretrain/export/export.py", "pretrain/export/card.py"),
         *("pretrain/tasks/task.py", "pretrain/model/folder.py"),
     ),
+    "export to int8": (
+        *("launch/commands/export.py", "pretrain/deploy/asked.py", "pretrain/export/export.py"),
+        *("pretrain/deploy/write.py", "pretrain/deploy/graph.py", "pretrain/deploy/quality.py"),
+        "pretrain/deploy/quantise.py",
+    ),
 }
+LIMIT = ROOT / ".ci" / "size.json"
 
 
 def code_lines(text: str) -> int:
@@ -63,6 +81,47 @@ def code_lines(text: str) -> int:
             first = node.body[0]
             lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return len(lines)
+
+
+def sizes() -> dict[str, dict[str, int]]:
+    """Return the files, code lines and syntax nodes of each part."""
+    found = {}
+    for part, folders in PARTS.items():
+        texts = [
+            file.read_text(encoding="utf-8")
+            for folder in folders
+            for file in sorted((ROOT / folder).rglob("*.py"))
+        ]
+        nodes = sum(sum(1 for _ in ast.walk(ast.parse(text))) for text in texts)
+        lines = sum(map(code_lines, texts))
+        found[part] = {"files": len(texts), "lines": lines, "nodes": nodes}
+    return found
+
+
+def check_size() -> None:
+    """Fail if lines or nodes of product or tests are more than the committed numbers."""
+    known, now = json.loads(LIMIT.read_text(encoding="utf-8")), sizes()
+    grown = [
+        f"{part} has {now[part][kind]:,} {kind}, {known[part][kind]:,} are committed"
+        for part in ("product", "tests")
+        for kind in ("lines", "nodes")
+        if now[part][kind] > known[part][kind]
+    ]
+    if grown:
+        fix = "delete first, or say in docs/log what the user gets for it, and write the new size"
+        sys.exit(f"{'; '.join(grown)}: {fix} (python benchmarks/figures.py --write)")
+
+
+def returned_configs() -> int:
+    """Return how many functions of a run hand on a changed config, between `train` and the loop."""
+    return sum(
+        isinstance(node, ast.FunctionDef)
+        and node.returns is not None
+        and ast.unparse(node.returns) == "RunConfig"
+        and not node.decorator_list
+        for file in (ROOT / "pretrain").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    )
 
 
 def imported_at_runtime(file: Path) -> set[str]:
@@ -108,18 +167,27 @@ def main() -> None:
     from data_prep.config import CorpusConfig
     from pretrain.config import RunConfig
 
-    for part, folders in PARTS.items():
-        files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-        lines = sum(code_lines(file.read_text(encoding="utf-8")) for file in files)
-        print(f"{part:12}{lines:8,} code lines in {len(files)} files")
+    if "--check" in sys.argv:
+        check_size()
+        return
+    found = sizes()
+    for part, of_part in found.items():
+        about = f"{of_part['lines']:8,} code lines, {of_part['nodes']:,} nodes"
+        print(f"{part:14}{about} in {of_part['files']} files")
+    if "--write" in sys.argv:
+        LIMIT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for folder in PARTS["product"]:
+        loose = len([*(ROOT / folder).glob("*.py")]) - 1
+        print(f"{'loose files':14}{loose:8} in {folder}")
     commands = [f for f in (ROOT / "launch" / "commands").glob("*.py") if f.stem != "__init__"]
-    print(f"{'commands':12}{len(commands):8}")
-    print(f"{'config keys':12}{num_keys(RunConfig) + num_keys(CorpusConfig):8}")
+    print(f"{'commands':14}{len(commands):8}")
+    print(f"{'config keys':14}{num_keys(RunConfig) + num_keys(CorpusConfig):8}")
     for walk, names in WALKS.items():
         assert all((ROOT / name).is_file() for name in names), walk
-        print(f"{walk:12}{len(names):8} files")
+        print(f"{walk:14}{len(names):8} files")
+    print(f"{'config returns':14}{returned_configs():8} from train() to the loop")
     total, up = arrows()
-    print(f"{'arrows up':12}{len(up):8} of {total} between folders of pretrain: {', '.join(up)}")
+    print(f"{'arrows up':14}{len(up):8} of {total} between folders of pretrain: {', '.join(up)}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 4. Speed: a step of shipped configs at their own sizes.
 
 Models are tiny up to 3; their weights, rows and masks come from integer hashes. To make the curves
-again on purpose: `python -m launch.self_check`, on a CPU, with the reason in docs/LOG.md.
+again on purpose: `python -m launch.self_check`, on a CPU, with the reason in docs/log.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def default_layers(num_teacher_layers: int, num_layers: int, period: int = 1) ->
     """Return the teacher's layers that a student starts from.
 
     They are evenly spaced and end with the last one, whose output is what the student learns. Of
-    every objective students are better so than from layer 0 on (docs/LOG.md, 2026-11-25).
+    every objective students are better so than from layer 0 on (docs/log, 2026-11-25).
     Where the kinds of layers repeat after `period`, each is of the kind that the student has at its
     place, and the first is layer 0, because ModernBERT's first layer has a norm less.
     """

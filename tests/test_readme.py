@@ -83,3 +83,9 @@ def test_links_lead_to_files_and_headings() -> None:
             assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
             found += 1
     assert found > 40
+
+
+def test_entries_of_the_log_are_short() -> None:
+    for file in (ROOT / "docs" / "log").glob("*.md"):
+        for entry in re.split("(?m)^## ", file.read_text(encoding="utf-8"))[1:]:
+            assert len(entry.strip().splitlines()) <= 25, entry.partition("\n")[0]

@@ -36,7 +36,7 @@ class Snapshot:
                 continue
             buffer = self._buffers.get(name)
             # Kept from save to save, because taking new memory is slow: 0.41 s for the first save
-            # against 0.13 s (docs/LOG.md). Pinned memory lets a GPU copy without blocking the host.
+            # against 0.13 s (docs/log). Pinned memory lets a GPU copy without blocking the host.
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(
                     tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda

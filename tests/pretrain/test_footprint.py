@@ -1,7 +1,7 @@
 """Compare counts of a step with numbers made by hand, torch's allocator and committed counts.
 
 The last are in `tests/golden/footprint.json`, for BERT-base with DistilBERT. To change them on
-purpose run `python -m tests.pretrain.test_footprint`, and give the reason in docs/LOG.md.
+purpose run `python -m tests.pretrain.test_footprint`, and give the reason in docs/log.
 """
 
 import json
@@ -39,7 +39,7 @@ from pretrain.objectives.distilbert import DistilBert
 attention = import_module("pretrain.kernels.attention.attend")  # its function has this name, too
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"
-RENEW = "if that is meant: python -m tests.pretrain.test_footprint, and say why in docs/LOG.md"
+RENEW = "if that is meant: python -m tests.pretrain.test_footprint, and say why in docs/log"
 B, L, D, V = 64, 512, 768, 30522
 K = 77  # 15 % of 512
 CASES = [(where, precision) for where in ("all", "masked") for precision in ("fp32", "bf16")]

@@ -4,7 +4,7 @@ Weights, text, rows and masks come from integer hashes and dropout is 0, so only
 floating-point sums may differ between processors: hence 1e-4, not equality.
 
 To change it on purpose run `python -m tests.pretrain.test_golden`, and give the reason in
-docs/LOG.md.
+docs/log.
 """
 
 import json

@@ -194,7 +194,7 @@ class _VocabularyLosses(torch.autograd.Function):
             ctx.dtypes = weight_VD.dtype, bias_V.dtype
         ctx.mark_non_differentiable(sums_T)
         # Not `sums @ factors`: autocast would round a matrix product to bf16, and in fp16 it
-        # overflows above 65,504 (docs/LOG.md).
+        # overflows above 65,504 (docs/log).
         return (sums_T * factors_T).sum(), sums_T
 
     @staticmethod
