@@ -38,7 +38,7 @@ TESTED = {
 _SHARED = 64 << 20  # bytes: what containers have by default, and too little for loader workers
 CLOCK = 2.0  # seconds between a clock and that of the disk, or of another node
 _TOKENS = 2**15  # of validation rows, on which a teacher guesses
-_TEMPORARY = 1 << 30  # bytes for compiled code and sockets
+_TEMPORARY = 1 << 30  # bytes for sockets and code that Triton compiles
 
 Grade = Literal["ok", "note", "fail"]
 
@@ -98,14 +98,13 @@ def versions() -> Iterator[Finding]:
 
 
 def device() -> Iterator[Finding]:
-    """Check GPUs against torch's kernels, the precision, and the compilers of `train.compile`."""
+    """Check GPUs against torch's kernels, and the precision."""
     import psutil
     import torch
 
     from launch.torchrun.hardware import cores
     from pretrain.device.gpu import check_kernels
     from pretrain.device.precision import choose
-    from pretrain.kernels.compilation import check_compiler
 
     if torch.cuda.is_available():
         places = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -123,9 +122,6 @@ def device() -> Iterator[Finding]:
             yield Finding("note", "cores", f"{cores()} of {os.cpu_count()} may be used here")
     precision, reason = choose(used)
     yield Finding("ok", "precision", f"auto is {precision} ({reason})")
-    found = tried("compiler", "train.compile works", partial(check_compiler, used))
-    # It is off by default.
-    yield found._replace(grade="ok" if found.grade == "ok" else "note")
 
 
 def places(config: RunConfig | None, checkpoints: int = 0) -> Iterator[Finding]:

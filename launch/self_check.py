@@ -1,11 +1,10 @@
 """Check an installation on its hardware, and measure it: `distil bench --self-check`.
 
 1. Curves: 6 steps of objectives and families on text, compared with `curves.json`, made on a CPU.
-2. Compilation: the first curve with `train.compile`.
-3. Resume: a run that is killed and continued, compared with one that was not.
-4. Speed: a step of shipped configs at their own sizes.
+2. Resume: a run that is killed and continued, compared with one that was not.
+3. Speed: a step of shipped configs at their own sizes.
 
-Models are tiny up to 3; their weights, rows and masks come from integer hashes. To make the curves
+Models are tiny up to 2; their weights, rows and masks come from integer hashes. To make the curves
 again on purpose: `python -m launch.self_check`, on a CPU, with the reason in docs/log.
 """
 
@@ -28,12 +27,10 @@ from torch import nn
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
-from pretrain import RunError
 from pretrain.bench import micro_step
 from pretrain.config import RunConfig
 from pretrain.data.hashing import derive, root
 from pretrain.files import replace_json
-from pretrain.kernels.compilation import check_compiler
 from pretrain.model.families import FAMILIES
 from pretrain.monitor.metrics import read_metrics
 from pretrain.train import train
@@ -80,16 +77,7 @@ def checks() -> Iterator[Check]:
         write_inputs(folder)
         for case, values in runs(folder).items():
             yield compared(case, curves[case], lambda values=values: curve(values))  # type: ignore[misc]
-        first, values = next(iter(runs(folder).items()))
-        try:
-            check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        except RunError as error:
-            yield Check("compiled", None, False, f"not run: {error}")
-        else:
-            values["output"] += "-compiled"
-            values["train"] |= {"compile": True}
-            yield compared("compiled", curves[first], lambda: curve(values))
-            torch._dynamo.reset()
+        first = next(iter(runs(folder)))
         values = runs(folder)[first]
         values["train"] |= {"max_steps": _KILLED}
         values["checkpoint"] = {"every": 10}

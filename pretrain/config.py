@@ -134,9 +134,6 @@ class Train(Keys):
     """Steps between comparisons of the ranks' weights, each a device sync; also before a
     checkpoint. 0: never.
     """
-    compile: bool = False
-    """Faster steps by torch.compile. Needs a C++ compiler, and a minute or more at the first step.
-    """
     activation_checkpointing: bool = False
     """Less memory for one more forward pass of the student."""
 
@@ -283,8 +280,6 @@ class RunConfig(Keys):
                 raise ValueError(f"card.example: none is shown for {pipeline}: remove it")
             if pipeline == SHOWN[0] and example.count("[MASK]") != 1:
                 raise ValueError(f"card.example: {example!r}: write [MASK] once")
-        if self.student.architecture == "bilstm" and self.train.compile:
-            raise ValueError("a bilstm is not compiled: remove train.compile")
         return self
 
     @model_serializer(mode="wrap")
@@ -341,7 +336,7 @@ class RunConfig(Keys):
         Paths, speed and frequencies may change.
         """
         freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
-        freely_changed |= {"compile", "activation_checkpointing", "products"}
+        freely_changed |= {"activation_checkpointing", "products"}
         others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
         others += ["vectors", *SHAPE_NOTHING]
         exclude: Any = {**dict.fromkeys(others, True), "train": freely_changed, "task": {"logits"}}

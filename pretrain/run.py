@@ -19,8 +19,7 @@ from pretrain.data.rows import StepDataset, split
 from pretrain.device.hardware import hardware_of
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
-from pretrain.distributed.processes import jointly, same_everywhere
-from pretrain.kernels.compilation import check_compiler
+from pretrain.distributed.processes import same_everywhere
 from pretrain.load import Inputs
 from pretrain.model.distillation import Distillation, parameters_by_name
 from pretrain.model.families import MaskedLM, family_of
@@ -123,14 +122,11 @@ def build(
         predecessor = teacher.model
         nn.Module.to(predecessor, device)
     student.to(device)
-    if train.compile:
-        jointly(accelerator, lambda: check_compiler(device))
     with_head = config.objective.needs_logits
     kernels = hardware_of(
         student,
         device,
         train.precision,
-        compiled=train.compile,
         head=with_head,
         attends=family_of(student).attends,
     )
@@ -147,8 +143,6 @@ def build(
         num_tokens=manifest.tokenizer.vocab_size,
         adapters=inputs.adapters.to(device),
         teacher_labels=examples.teacher_labels,
-        backend="compiled" if kernels.get("LM head") == "compiled" else "auto",
-        compiled=train.compile,
         recompute=train.activation_checkpointing,
         predecessor=predecessor,
     )

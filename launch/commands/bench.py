@@ -69,10 +69,10 @@ def bench(
 
     Rows are those of its shards, or random ones where there are none; no weights are read.
     `--self-check` tells whether this machine computes what it should: losses of every objective and
-    family, compilation, a killed run, then the speed of four shipped configs. It takes no other
+    family, a killed run, then the speed of four shipped configs. It takes no other
     option but --minutes and --record, and `--model` no other but --card and --record.
 
-    Example: distil bench shipped:minilm-6x384.yaml train.compile=true --micro-batch 2
+    Example: distil bench shipped:minilm-6x384.yaml train.activation_checkpointing=true
     """
     from launch.config import config_line, load_config
     from pretrain import RunError

@@ -37,7 +37,7 @@ def doctor(
         int, typer.Option(help="Seconds to wait for the other processes.", min=1)
     ] = 60,
 ) -> None:
-    """Check this machine: versions, GPU, precision, compilers, memory, disk, clock.
+    """Check this machine: versions, GPU, precision, memory, disk, clock.
 
     With CONFIG the inputs of a run are loaded as it would load them, and the stages of a recipe
     checked as at its start. With --distributed processes sum as many numbers as a DistilBERT has

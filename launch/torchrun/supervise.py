@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from getpass import getuser
 from itertools import count
 from pathlib import Path
 from stat import S_IMODE, S_ISDIR, S_ISREG
@@ -167,11 +166,6 @@ def _scratch() -> Iterator[tuple[Path, dict[str, str]]]:
         (scratch / _OWNER).write_text(json.dumps(asdict(this_process())), encoding="utf-8")
         if len(os.fsencode(scratch)) + _SOCKET <= _LONGEST_SOCKET:
             environment["TMPDIR"] = name
-            with suppress(KeyError, OSError):  # a user without a name
-                # The next launch finds what torch compiled in this one.
-                compiled = str(Path(gettempdir()) / f"torchinductor_{getuser()}")
-                cache = "TORCHINDUCTOR_CACHE_DIR"
-                environment[cache] = os.environ.get(cache, compiled)
         yield scratch, environment
 
 

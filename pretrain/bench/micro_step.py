@@ -25,7 +25,6 @@ from pretrain.bench.machine import peak_flops
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import Batch
 from pretrain.contracts.terms import Shape
-from pretrain.device.hardware import head_kernel
 from pretrain.device.memory import allocated, freed_memory_kept, out_of_memory
 from pretrain.device.precision import PRECISIONS, allow_tf32
 from pretrain.device.precision import choose as choose_precision
@@ -95,8 +94,6 @@ class Step:
             nn.Module.to(teacher, device, self.precision.dtype)
         task, width = objective.tasks[0], (teacher or student).config.hidden_size
         batch, labels = TASKS[task](name=task).drawn(rows.batch, width, pad_id=rows.pad_id)
-        compiled = config.train.compile
-        kernel = head_kernel(next(student.parameters()), compiled)
         self.module = Distillation(
             student,
             teacher,
@@ -104,8 +101,6 @@ class Step:
             pad_id=rows.pad_id,
             adapters=adapters,
             teacher_labels=labels,
-            backend="compiled" if kernel == "compiled" else "auto",
-            compiled=compiled,
             recompute=config.train.activation_checkpointing,
         )
         self.batch, terms = batch.to(device), self.module.terms

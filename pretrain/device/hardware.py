@@ -17,7 +17,6 @@ def hardware_of(
     device: torch.device,
     precision: str,
     *,
-    compiled: bool,
     head: bool,
     attends: bool = True,
 ) -> dict[str, str]:
@@ -27,7 +26,6 @@ def hardware_of(
         student: of the run, on the device.
         device: of this rank.
         precision: of the run.
-        compiled: `train.compile`.
         head: whether the LM head is computed.
         attends: whether the student has attention.
     """
@@ -44,11 +42,10 @@ def hardware_of(
         attention = "none"
     found = {"device": name, "attention": attention}
     if head:
-        found["LM head"] = head_kernel(torch.empty(0, dtype=dtype, device=device), compiled)
+        found["LM head"] = head_kernel(torch.empty(0, dtype=dtype, device=device))
     return found
 
 
-def head_kernel(like: Tensor, compiled: bool) -> str:
-    """Return which code the LM head takes for a tensor: triton, compiled or torch."""
-    # Triton's reads the logits less often; the compiled one is for devices without it.
-    return "triton" if use_triton("auto", like) else "compiled" if compiled else "torch"
+def head_kernel(like: Tensor) -> str:
+    """Return which code the LM head takes for a tensor: triton or torch."""
+    return "triton" if use_triton("auto", like) else "torch"

@@ -122,8 +122,7 @@ def micro_step_memory(run: Run, rows: int) -> int:
     """Return the bytes of the GPU that torch holds after a real micro-step of the fullest rows.
 
     The gradients are returned by autograd and discarded. No parameter gets one, so neither DDP nor
-    DeepSpeed communicates. torch's random states are restored. Compiled code runs uncompiled: that
-    takes more memory, but no compilation for each size.
+    DeepSpeed communicates. torch's random states are restored.
 
     Raises:
         torch.OutOfMemoryError: the rows do not fit.
@@ -137,7 +136,7 @@ def micro_step_memory(run: Run, rows: int) -> int:
     nothing = torch.zeros(len(run.module.terms), device=device)
     running = run.config.objective.heaviest(run.student.config.num_hidden_layers)
     # So that a run with a trial draws the same dropout masks as one without.
-    with torch.random.fork_rng([device]), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng([device]):
         with PRECISIONS[run.config.train.precision].autocast(device):
             loss, _ = run.module(inputs, nothing, running)
         torch.autograd.grad(loss, parameters, allow_unused=True)

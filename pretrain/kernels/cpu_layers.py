@@ -1,6 +1,6 @@
 """Compute `torch.nn.Linear` and `torch.nn.Dropout` faster on a CPU; other devices are unaffected.
 
-The layers run in student and teacher, training and evaluation, unless they are compiled. `Linear`
+The layers run in student and teacher, training and evaluation. `Linear`
 computes exactly torch's formula; `Dropout` has torch's distribution, but other random numbers.
 
 Linear layers in fp32 use the library that `products.py` chooses. On an EPYC with AVX-512 oneDNN
@@ -61,8 +61,7 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input, each entry 0 with probability p, otherwise divided by 1 - p."""
-        elsewhere = torch.compiler.is_compiling() or input.device.type != "cpu"
-        if elsewhere or not self.training or not 0 < self.p < 1:
+        if input.device.type != "cpu" or not self.training or not 0 < self.p < 1:
             return F.dropout(input, self.p, self.training)
         levels = drop_levels(self.p)
         # The scale is that of the probability really used, so the expected value is exact.
@@ -77,8 +76,7 @@ def linear(
     input: Tensor, weight_ED: Tensor, bias_E: Tensor | None, kind: Kind = "forward"
 ) -> Tensor:
     """Return `input weight^T + bias` [..., E] by the library of this kind, with its gradients."""
-    # The compiler replaces linear layers itself, see `product`.
-    if torch.compiler.is_compiling() or not have_product(kind, input, weight_ED, bias_E):
+    if not have_product(kind, input, weight_ED, bias_E):
         return F.linear(input, weight_ED, bias_E)
     # The teacher's pass: no graph, so no autograd function around the product.
     if not torch.is_grad_enabled():

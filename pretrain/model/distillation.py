@@ -22,7 +22,6 @@ from pretrain.contracts.terms import (
     Term,
     VocabularyTerm,
 )
-from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.families import MaskedLM, encode, family_of, walk
@@ -42,7 +41,6 @@ class Distillation(nn.Module):
         adapters: the objective's modules that are trained with the student.
         teacher_labels: makes labels of the teacher's output on a batch, for instance its vectors.
         backend: of the LM head, see `vocabulary_losses`.
-        compiled: compile both encoders, at the first call and again for each new shape.
         recompute: keep only each layer's input of the student; see `families.encode`.
         predecessor: a teacher whose layers stand in for the student's; see `families.walk`. Then
             only the student's layers are trained.
@@ -59,7 +57,6 @@ class Distillation(nn.Module):
         adapters: nn.ModuleDict | None = None,
         teacher_labels: TeacherLabels | None = None,
         backend: Backend = "auto",
-        compiled: bool = False,
         recompute: bool = False,
         predecessor: MaskedLM | None = None,
     ) -> None:
@@ -77,20 +74,13 @@ class Distillation(nn.Module):
         self._student_needs = frozenset[Signal]().union(*(t.student for t in self.signal_terms))
         self._teacher_needs = frozenset[Signal]().union(*(t.teacher for t in self.signal_terms))
         self.pad_id, self.num_tokens = pad_id, num_tokens
-        self.backend, self.compiled, self.recompute = backend, compiled, recompute
+        self.backend, self.recompute = backend, recompute
         for model in (student, self.teacher, predecessor):
             if model is not None:
                 use_cpu_layers(model)
         if predecessor is not None:
             self.requires_grad_(False)
             self._layers().requires_grad_(True)
-        self._walk, self._encode = walk, encode
-        if compiled:
-            # Leave the student's embeddings out of the graph. Their compiled backward pass adds up
-            # rows in the order in which threads reach them (torch 2.13, also with its option
-            # `deterministic`), so no two runs would have the same bits.
-            self._walk = compile_static(walk, whole=False)
-            self._encode = compile_static(encode, whole=False)
 
     @property
     def teacher(self) -> MaskedLM | None:
@@ -183,26 +173,8 @@ class Distillation(nn.Module):
         """Return (packing, the student's output, the teacher's output or None)."""
         input_ids, cu_seqlens, max_length = batch[:3]
         types = batch.labels.get(TYPES)
-        if self.compiled:
-            longest, max_length = max_length, input_ids.shape[1]
-            if PLACES in batch.labels:
-                # Examples without padding: as many positions as they have tokens. For few shapes,
-                # pad these up to a power of two, in documents that are no longer than an example.
-                num, all = input_ids.numel(), _power_of_two(input_ids.numel())
-                input_ids = nn.functional.pad(input_ids, (0, all - num), value=self.pad_id)
-                types = None if types is None else nn.functional.pad(types, (0, all - num))
-                ends = torch.arange(num, all, longest, device=input_ids.device) + longest
-                cu_seqlens = torch.cat([cu_seqlens, ends.clamp(max=all).to(cu_seqlens.dtype)])
-                max_length = min(all, _power_of_two(longest))
-            # For few shapes, repeat the end up to a power of two of documents, and let the length
-            # of a row bound theirs. Uncompiled, kernels take memory for the real documents alone.
-            num = len(cu_seqlens) - 1
-            more = _power_of_two(num) - num
-            cu_seqlens = nn.functional.pad(cu_seqlens, (0, more), value=input_ids.numel())
-            torch._dynamo.mark_dynamic(cu_seqlens, 0)
         packing = find_documents(input_ids, cu_seqlens, max_length, pad_id=self.pad_id)
-        # Compiled or not, the same function; compiled once per shape of the rows.
-        student = self._walk(
+        student = walk(
             self.student,
             family_of(self.student).embed(self.student, input_ids, packing, types),
             packing,
@@ -215,9 +187,7 @@ class Distillation(nn.Module):
         if self.teacher is None:
             return packing, student, None
         with _inference(self.teacher):
-            teacher = self._encode(
-                self.teacher, input_ids, packing, self._teacher_needs, types=types
-            )
+            teacher = encode(self.teacher, input_ids, packing, self._teacher_needs, types=types)
         return packing, student, teacher
 
 
@@ -225,11 +195,6 @@ def parameters_by_name(student: nn.Module, adapters: nn.ModuleDict) -> dict[str,
     """Return all that a run may train: by the student's own names, and `adapters.NAME`."""
     others = adapters.named_parameters(prefix="adapters")
     return {**dict(student.named_parameters()), **dict(others)}
-
-
-def _power_of_two(number: int) -> int:
-    """Return the next power of two."""
-    return 1 << (number - 1).bit_length()
 
 
 @contextmanager

@@ -67,8 +67,6 @@ def describe(run: Run) -> None:
                 "all pairs of tokens of a row, or of its documents where these are fewer"
             )
             break
-    if config.train.compile:
-        say("train.compile: the first step compiles, which may take a minute or a few")
     if run.state.step:
         say(f"continuing after step {run.state.step:,}")
     for skip in run.dataset.skips:

@@ -5,7 +5,7 @@ The LM head (`kernels/head/vocabulary.py`) computes them in chunks of positions,
 
 - If each of them names a formula in `fused`, and no two the same one, a backend computes values
   and gradients: `kernels/head/triton_kernel.py` on GPUs,
-  `kernels/head/compiled.py` with `train.compile` elsewhere, else `kernels/head/closed_form.py`.
+  `kernels/head/closed_form.py` elsewhere.
   They compute the formulas below, and `tests/pretrain/test_head*.py` compare each with fp64.
 - Otherwise the functions below run with autograd, for all vocabulary terms: one term without
   `fused` is enough. The figures of an evaluation are such terms.

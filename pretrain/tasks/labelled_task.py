@@ -75,10 +75,6 @@ class LabelledTask(Task):
                 f"objective {name} keeps its teacher's embeddings and head: remove model, and set "
                 "student.init to teacher or a list of its layers"
             )
-        if config.objective.replaces and config.train.compile:
-            raise ValueError(
-                f"objective {name} runs other layers in each step: remove train.compile"
-            )
         if self.logits is not None and not config.objective.soft_labels:
             raise ValueError(f"objective {name} reads no soft labels here: remove task.logits")
 

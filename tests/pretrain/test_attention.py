@@ -13,7 +13,6 @@ from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 
 from pretrain.contracts.packing import Packing, block_diagonal_mask, find_documents
-from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM, encode, family_of
 from pretrain.tasks.mlm.examples import masked_batch
 
@@ -80,24 +79,6 @@ def test_packing_of_random_rows_against_a_loop() -> None:
     bounds = [*begins, 40 * 24]
     assert found.cu_seqlens.dtype == torch.int32 and found.cu_seqlens.tolist() == bounds
     assert found.max_length == max(end - begin for begin, end in pairwise(bounds))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("num", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16)])
-def test_the_number_of_documents_is_padded_to_a_power_of_two_only_when_compiled(
-    num: int, padded: int, compiled: bool
-) -> None:
-    ids = torch.full((1, 16), 8)
-    ids[0, :num] = CLS
-    nothing = torch.zeros(1, 0, dtype=torch.int64)
-    batch = masked_batch(ids, nothing, nothing, cls_id=CLS, pad_id=PAD)
-    module = Distillation(tiny_bert(), None, (), pad_id=PAD)
-    module.compiled = compiled  # the documents alone: nothing is compiled here
-    found = module.encode(batch)[0]
-    assert len(batch.cu_seqlens) == num + 1  # what the host sends
-    more = padded - num if compiled else 0
-    assert found.cu_seqlens.tolist() == [*range(num), *[16] * (1 + more)]
-    assert found.max_length == (16 if compiled else 16 - num + 1)
 
 
 def test_a_packed_document_gives_the_outputs_of_the_document_alone(

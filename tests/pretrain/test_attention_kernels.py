@@ -20,11 +20,10 @@ from support.attention import (
 )
 from support.operators import Operators
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.contracts.packing import Packing, find_documents
 from pretrain.kernels.attention import attend as attend_packed
-from pretrain.kernels.attention import cpu, efficient
+from pretrain.kernels.attention import cpu
 from pretrain.kernels.attention.dispatch import by_document, flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
 from pretrain.tasks.mlm.examples import masked_batch
@@ -188,57 +187,6 @@ def test_autocast_computes_in_half_precision_as_sdpa_does() -> None:
     compare(found, tensors, 2e-2)
 
 
-def test_a_compiled_graph_is_whole_at_the_cpu_kernel() -> None:
-    """Check that one graph is valid for any lengths of documents."""
-    graphs = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    def layer(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return by_document(2 * q, k, v, cu_seqlens, LONGEST, 0.0, SCALE).exp()
-
-    q, k, v, _ = (t.detach() for t in inputs())
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
-    for seams in (BOUNDS, [0, 24, 30, 48, 48, 48, 48, 48, 48]):
-        cu_seqlens = torch.tensor(seams, dtype=torch.int32)
-        found, expected = compiled(q, k, v, cu_seqlens), layer(q, k, v, cu_seqlens)
-        assert torch.equal(found, expected)
-    assert len(graphs) == 1
-    torch.compiler.reset()
-
-
-def test_our_operators_have_the_shapes_gradients_and_strides_that_they_declare() -> None:
-    for dtype, dropout in ((torch.float32, 0.0), (torch.float32, 0.3), (torch.bfloat16, 0.3)):
-        q, k, v, _ = inputs(dtype=dtype)
-        seed = torch.tensor([3]) if dropout else None
-        arguments = q, k, v, bounds(), seed, dropout, SCALE
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(cpu._operator, arguments, test_utils=checks)
-        grad = torch.randn(2, 24, 3, 8).to(dtype)
-        detached = (t.detach() for t in (q, k, v))
-        backward = grad, *detached, *arguments[3:]
-        torch.library.opcheck(cpu._operator_backward, backward, test_utils=checks)
-
-
-@PRECISIONS
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_the_operator_of_compiled_graphs_equals_the_kernel(
-    dropout: float, dtype: torch.dtype, bound: float
-) -> None:
-    """Compare output and gradients with the formula and the same numbers."""
-    tensors, levels = inputs(dtype=dtype), drop_levels(dropout)
-    seed, before = (torch.tensor([3]) if dropout else None), torch.get_rng_state()
-    output = cpu._operator(*tensors[:3], bounds(), seed, dropout, SCALE)
-    found = with_gradients(output, tensors)
-    assert torch.equal(torch.get_rng_state(), before)  # it has its own
-    torch.manual_seed(3)
-    lengths = [b - a for a, b in pairwise(BOUNDS) if b > a]
-    kept = [draw(3, n * n, levels).view(3, n, n) >= 0 for n in lengths]
-    compare(found, tensors, bound, kept, 1 - levels / 2**15)
-
-
 # Kernels of GPUs
 
 
@@ -308,49 +256,6 @@ def test_the_operators_take_these_arguments() -> None:
     for window in (None, 4):
         for grad in attended(tensors, 0.1, flash, window)[1:]:
             assert grad.shape == (2, 3, 24, 8) and grad.dtype == torch.bfloat16
-
-
-class _Backward(TorchDispatchMode):
-    """Record the arguments of the efficient backward pass, which the meta device cannot call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._efficient_attention_backward.default:
-            self.calls.append((args, kwargs))
-            return *(torch.empty_like(t) for t in args[1:4]), None
-        if func is torch.ops.distil.memory_efficient_backward.default:
-            with self:  # its body, which a GPU runs
-                return efficient._operator_backward._init_fn(*args)
-        return func(*args, **(kwargs or {}))
-
-
-def test_compiled_efficient_attention_is_whole_and_calls_what_torch_calls() -> None:
-    tensors = [t.detach().to("meta").requires_grad_() for t in inputs(dtype=torch.float32)]
-    calls = []
-    for attend in (efficient.attend, efficient.operator):
-        rows = [t.transpose(1, 2).flatten(0, 1)[None] for t in tensors[:3]]
-        with _Backward() as called:
-            output = attend(*rows, bounds("meta"), LONGEST, SCALE)[0]
-            output.sum().backward()
-        calls += called.calls
-    (one, settings), (other, ours) = calls
-    assert settings["scale"] == ours["scale"] == SCALE
-    for theirs, mine in zip(one, other, strict=True):
-        if isinstance(theirs, Tensor):
-            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-        else:
-            assert mine == theirs
-    torch.compiler.reset()
-    compiled = torch.compile(memory_efficient, backend="aot_eager", fullgraph=True)
-    output = compiled(*tensors[:3], bounds("meta"), LONGEST, 0.0, SCALE)
-    assert output.shape == (2, 24, 3, 8)
-    with _Backward():
-        gradients = torch.autograd.grad(output.sum(), tensors[:3])
-    assert all(grad.shape == (2, 3, 24, 8) for grad in gradients)
-    torch.compiler.reset()
 
 
 def test_memory_is_taken_for_the_real_documents() -> None:

@@ -307,8 +307,6 @@ def test_what_a_bilstm_cannot_do_is_refused(tmp_path: Path) -> None:
     again = {"teacher": values["output"], "student": {}, "output": str(tmp_path / "again")}
     with refused("a bilstm has no layers to copy"):
         runs.start(values | again)
-    with pytest.raises(ValueError, match=r"remove train\.compile"):
-        RunConfig.model_validate(values | {"train": {**values["train"], "compile": True}})
     with pytest.raises(ValueError, match="has no attention"):
         Student(architecture="bilstm", num_attention_heads=2)
     with pytest.raises(ValueError, match="word_vectors are of a bilstm"):

@@ -6,17 +6,14 @@ computes with a mask, and runs for packed rows on a CPU.
 With dropout, torch's own attention draws one number after the other and does not use its fused
 kernel; in bf16 that kernel takes as long as in fp32. Here both are a few large matrix products.
 
-The lengths of documents decide how many products there are. A compiled graph has operators of our
-own instead: they keep no probabilities, and the backward pass computes them again with the same
-random numbers.
+The lengths of documents decide how many products there are.
 
 Shapes: B rows, L row length, N = B * L positions, H heads, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,25 +38,8 @@ def by_document(
 ) -> Tensor:
     """Attend within one document after the other; `cu_seqlens` may repeat its last bound."""
     assert window is None  # `usable` leaves this kernel out
-    if torch.compiler.is_compiling():
-        # Drawn in the graph, so a layer that is recomputed drops the same.
-        seed = torch.randint(2**62, (1,)) if dropout else None
-        output: Tensor = _operator(
-            query_BHLD, key_BHLD, value_BHLD, cu_seqlens, seed, dropout, scale
-        )
-        return output
-    return _by_document(query_BHLD, key_BHLD, value_BHLD, cu_seqlens, dropout, scale)
-
-
-def _by_document(
-    query_BHLD: Tensor,
-    key_BHLD: Tensor,
-    value_BHLD: Tensor,
-    cu_seqlens: Tensor,
-    dropout: float,
-    scale: float,
-) -> Tensor:
-    lengths = _lengths(cu_seqlens)
+    # On a CPU this list costs no device sync.
+    lengths = [length for length in cu_seqlens.diff().tolist() if length]
     q, k, v = (_positions(t) for t in (query_BHLD, key_BHLD, value_BHLD))
     with torch.autocast("cpu", enabled=False):
         if dropout == 0 and q.dtype in (torch.float32, torch.float64):
@@ -70,11 +50,6 @@ def _by_document(
         else:
             output = _Attention.apply(q, k, v, lengths, dropout, scale)
     return output.transpose(0, 1).unflatten(0, (len(query_BHLD), query_BHLD.shape[2]))
-
-
-def _lengths(cu_seqlens: Tensor) -> list[int]:
-    # On a CPU this list costs no device sync.
-    return [length for length in cu_seqlens.diff().tolist() if length]
 
 
 def _positions(t_BHLD: Tensor) -> Tensor:
@@ -173,74 +148,3 @@ def _gradients(
             torch.bmm(slope, key[at], out=grad_query[at])
             torch.bmm(slope.mT, query[at], out=grad_key[at])
     return grad_query.mul_(scale), grad_key, grad_value
-
-
-@contextmanager
-def _seeded(seed: Tensor | None) -> Iterator[None]:
-    with torch.random.fork_rng([], enabled=seed is not None):
-        if seed is not None:
-            torch.default_generator.manual_seed(int(seed))
-        yield  # the caller's generator stays as it was
-
-
-@torch.library.custom_op("distil::by_document", mutates_args=())
-def _operator(
-    query_BHLD: Tensor,
-    key_BHLD: Tensor,
-    value_BHLD: Tensor,
-    cu_seqlens: Tensor,
-    seed: Tensor | None,
-    dropout: float,
-    scale: float,
-) -> Tensor:
-    with _seeded(seed):
-        output = _by_document(query_BHLD, key_BHLD, value_BHLD, cu_seqlens, dropout, scale)
-    return output.contiguous()  # as the shape function below says
-
-
-@_operator.register_fake
-def _(query_BHLD: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(query_BHLD.transpose(1, 2), memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("distil::by_document_backward", mutates_args=())
-def _operator_backward(
-    grad_BLHD: Tensor,
-    query_BHLD: Tensor,
-    key_BHLD: Tensor,
-    value_BHLD: Tensor,
-    cu_seqlens: Tensor,
-    seed: Tensor | None,
-    dropout: float,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (_positions(t) for t in (query_BHLD, key_BHLD, value_BHLD))
-    with _seeded(seed), torch.autocast("cpu", enabled=False):
-        _, tensors, how = _attend(q, k, v, _lengths(cu_seqlens), dropout, scale, True)
-    gradients = _gradients(grad_BLHD.flatten(0, 1).transpose(0, 1), tensors, *how)
-    # [H, N, D] to [B, H, L, D], as contiguous as `query.transpose(1, 2)` is.
-    rows = len(grad_BLHD), grad_BLHD.shape[1]
-    q, k, v = (t.transpose(0, 1).contiguous().unflatten(0, rows).transpose(1, 2) for t in gradients)
-    return q, k, v
-
-
-@_operator_backward.register_fake
-def _(grad_BLHD: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (
-        torch.empty_like(grad_BLHD, memory_format=torch.contiguous_format).transpose(1, 2)
-        for _ in range(3)
-    )
-    return q, k, v
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.dropout, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _operator_backward(grad, *ctx.saved_tensors, ctx.dropout, ctx.scale)
-    return (*gradients, None, None, None, None)
-
-
-_operator.register_autograd(_backward, setup_context=_keep)

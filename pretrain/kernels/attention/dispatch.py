@@ -10,7 +10,6 @@ Shapes: B rows, H heads, L row length, D head width, N = B * L positions, S docu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from pretrain.contracts.batch import apart
 from pretrain.contracts.packing import block_diagonal_mask, document_numbers
-from pretrain.kernels.attention import efficient
 from pretrain.kernels.attention.cpu import by_document
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float, int | None], Tensor]
@@ -102,9 +100,10 @@ def memory_efficient(
     """Attend by the kernels of xFormers, without dropout: older GPUs, and fp32."""
     assert window is None and not dropout  # `usable` leaves this kernel out
     q_1NHD, k_1NHD, v_1NHD = (_positions(t)[None] for t in (q, k, v))
-    # Compiled, torch's own operator has no backward pass: see `efficient.py`.
-    attend: Any = efficient.operator if torch.compiler.is_compiling() else efficient.attend
-    output: Tensor = attend(q_1NHD, k_1NHD, v_1NHD, cu, max_length, scale)[0]
+    output: Tensor = torch.ops.aten._efficient_attention_forward(
+        *(q_1NHD, k_1NHD, v_1NHD, None, cu, cu, max_length, max_length, 0.0, 0, True),
+        scale=scale,
+    )[0]
     return output[0].unflatten(0, (len(q), q.shape[2]))
 
 
@@ -120,8 +119,7 @@ def masked(
 ) -> Tensor:
     """Attend with a mask: any device and dtype, and the reference for the other kernels."""
     rows, heads, length, width = q.shape
-    # `len` would freeze the number of documents in a compiled graph.
-    documents, index = cu.shape[0] - 1, torch.arange(max(length, max_length), device=q.device)
+    documents, index = len(cu) - 1, torch.arange(max(length, max_length), device=q.device)
     near = None
     if window is not None:
         near = (index[:, None] - index).abs() <= window

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pretrain.contracts.terms import VocabularyTerm
 from pretrain.kernels.cpu_layers import have_product, product
-from pretrain.kernels.head import closed_form, compiled
+from pretrain.kernels.head import closed_form
 from pretrain.kernels.head.closed_form import Values, Weights
 from pretrain.kernels.triton_support import use_triton
 
@@ -40,7 +40,7 @@ _MULTIPLE = 64
 # Whether this torch (2.8 and later) has products of half precision on GPUs with sums in fp32.
 _SUMS_IN_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
-Backend = Literal["auto", "torch", "compiled", "triton"]
+Backend = Literal["auto", "torch", "triton"]
 
 
 class Projection(NamedTuple):
@@ -141,8 +141,7 @@ class _VocabularyLosses(torch.autograd.Function):
 
             chunk_losses = partial(_fused_losses, triton_kernel.losses_and_gradient, terms)
         else:
-            module = compiled if backend == "compiled" else closed_form
-            chunk_losses = partial(_fused_losses, module.losses_and_gradient, terms)
+            chunk_losses = partial(_fused_losses, closed_form.losses_and_gradient, terms)
 
         # Positions of each term: positions with a label come first, so a mask is a comparison with
         # their number and needs nothing from the device.

@@ -72,7 +72,7 @@ class PostNorm(Family):
         """Return the output of one layer, and the signals of these kinds."""
         part = self.parts(model, index)
         query, key, value = part.query(hidden), part.key(hidden), part.value(hidden)
-        # Signals are values; a hook would see nothing in a compiled layer.
+        # Signals are values, not hooks.
         outputs: dict[Kind, Tensor] = {"query": query, "key": key, "value": value}
         outputs = {kind: outputs[kind] for kind in kinds if kind in outputs}
         dropout = part.attention_dropout.p if model.training else 0.0

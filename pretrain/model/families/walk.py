@@ -2,8 +2,7 @@
 
 In training and evaluation the walk replaces the forward pass of transformers: documents of a packed
 row stay apart, and no vocabulary logits are computed. It returns the last hidden state, and the
-signals that were asked for, as values: forward hooks and `output_hidden_states` return nothing
-under `torch.compile` wherever the graph breaks.
+signals that were asked for, as values.
 
 Shapes: B rows, L row length, D width.
 """
