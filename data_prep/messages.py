@@ -33,7 +33,7 @@ def first_line(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """Spell out what steers a terminal or does not show: others' strings are printed through it.
+    """Escape control and invisible characters; every untrusted string is printed through it.
 
     Passwords and signatures in URLs are left out. Line ends stay and blanks become spaces; control,
     format (U+202E turns the line round) and unassigned characters are written as Python escapes.

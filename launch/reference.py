@@ -171,7 +171,9 @@ def _keys(part: dict[str, Any], parts: dict[str, Any], prefix: str, section: str
         if len(refs) > 1 and all(": " in label for label in labels):
             teller = labels[0].partition(": ")[0]
             which = ", ".join(label.partition(": ")[2] for label in labels)
-            yield Key(f"{prefix}{name}.{teller}", which, "", "Which section it is.", "")
+            yield Key(
+                f"{prefix}{name}.{teller}", which, "", "Which kind; it decides the keys below.", ""
+            )
         for ref, label in zip(refs, labels, strict=True):
             if ref == "TrainKeys":
                 found = {key: parts[ref]["properties"][key] for key in _OF_SWEEPS}

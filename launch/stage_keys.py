@@ -155,8 +155,6 @@ class ExportKeys(Keys):
     """Also in int8."""
     fp16: bool = False
     """Also in fp16."""
-    this_cpu: bool = False
-    """With `int8`: all 8 bits, which older processors add up wrongly."""
     max_drop: float = Field(0.005, ge=0, lt=1)
     """How much quality int8 may lose."""
     data: Path | None = None

@@ -203,7 +203,8 @@ class RunConfig(Keys):
     """Folder that `distil prepare` wrote."""
     resume_from: Path | None = None
     """Another run: this one begins with its weights, optimizer state and position, and may have
-    another length and another schedule. Of a wsd run it continues before the decay.
+    another length and another schedule. A wsd run is continued from the
+    checkpoint before its decay.
     """
     teacher: str | None = None
     """Folder, run or hub name of the teacher."""

@@ -135,8 +135,8 @@ def load_inputs(
     signals = any(isinstance(term, SignalTerm) and term.student for term in terms)
     if not family_of(student).attends and signals:
         raise RunError(
-            f"objective {config.objective.name}: compares layers with the teacher's, and a "
-            f"{student.config.model_type} has none like them; take objective kd, or another student"
+            f"objective {config.objective.name}: needs the layers of a Transformer, which a "
+            f"{student.config.model_type} lacks; set objective.name: kd, or take another student"
         )
     if saved is not None:
         check_vectors(config.student, saved.state.get("notes", []))
@@ -401,7 +401,7 @@ def check_same_run(
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
     changes = recipe_changes(saved.state, config, may_change)
     if saved.state["shards"] != manifest.digest:
-        changes.append(f"the shards in {config.shards} are other ones")
+        changes.append(f"the shards in {config.shards} have changed")
     before_sha256 = (saved.state["teacher"] or {}).get("sha256")
     if teacher is not None and before_sha256 not in (None, teacher.sha256):
         changes.append(f"the teacher {teacher.name} has other weights")

@@ -8,7 +8,7 @@ from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model
 
 from data_prep.keys import Keys
 
-# Keys of `model:` that are those of the model in `init`, if there is one.
+# Keys of `model:` that `init` determines, so they must not be set.
 OF_INIT = (
     *("architecture", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("intermediate_size", "max_position_embeddings"),
@@ -21,7 +21,8 @@ class Model(Keys):
     It may also be the student of objective embedding, whose teacher may have another vocabulary.
 
     It is random, or with `init`, a folder, a run or a hub's name, an existing one that is trained
-    on: domain-adaptive pretraining. That has its own sizes, and gets a head if it has none.
+    on: domain-adaptive pretraining. An existing model keeps its sizes. If it
+    has no LM head, one is added.
     """
 
     init: str | None = None

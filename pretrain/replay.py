@@ -224,7 +224,7 @@ def _plan(
     order = Order(len(opened), train.global_batch_size, train.seed)
     num_steps = train.max_steps or order.steps_for(train.epochs)
     if not 1 <= step <= num_steps:
-        raise RunError(f"{run}: has steps 1 to {num_steps}, as its log counts them, not {step}")
+        raise RunError(f"{run}: there is no step {step}; the run has steps 1 to {num_steps}")
     rows = train.global_batch_size
     world = world if world_size is None else world_size
     if world < 1 or rows % world:

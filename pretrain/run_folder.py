@@ -126,7 +126,7 @@ def check_answers_path(
 
 
 def foreign(folder: Path) -> Path | None:
-    """Return a file that no run has written; None for a run's folder and for an empty one."""
+    """Return the first file that does not belong to a run, or None."""
     if is_run(folder):
         return None
     return next(

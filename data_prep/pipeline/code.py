@@ -123,7 +123,8 @@ def _meaning(path: Path) -> tuple[str, tuple[str, ...]]:
 def _shape(node: Any) -> Any:
     """Return a syntax tree as tuples that are identical in each Python version.
 
-    `ast.dump` spells empty fields differently, and `repr` prints more characters with each Unicode.
+    `ast.dump` spells empty fields differently, and the output of `repr` depends on the version
+    of Unicode.
     """
     if isinstance(node, ast.AST):
         fields = ((name, _shape(value)) for name, value in ast.iter_fields(node))

@@ -64,7 +64,7 @@ class Plan:
             [(number, source.input_name(piece), piece) for piece in cut(source, self.piece_bytes)]
             for number, source in enumerate(config.sources)
         ]
-        # Now, not stage by stage: files may be edited while this process goes on with what it read.
+        # Hash all code at the start: source files may be edited during the run.
         self.code: dict[str, Code] = {stage: code_of(stage) for stage in BEHAVIOUR}
         self._units: dict[str, list[Unit]] = {}
         self._records: dict[str, list[UnitRecord]] = {}

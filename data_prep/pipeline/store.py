@@ -86,7 +86,7 @@ class Store:
         """
         name, record = f"{needed.name}/{needed.record.file}", f"{needed.name}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # other names of a damaged file stay as they are
+        target.unlink(missing_ok=True)  # hard links to the damaged file are kept
         with reached(f"{self.url}/{name}") as (files, path), suppress(FileNotFoundError):
             again(lambda: files.get_file(path, str(target)))
         if target.exists() and hash_file(target) == (needed.record.sha256, needed.record.bytes):

@@ -123,7 +123,7 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Un
     places = "where the command was given", "in the worker"
     if difference := unit.code.differences(code_of(unit.stage), places):
         raise CorpusError(
-            f"{socket.gethostname()}: a worker has other code than the process that started it "
+            f"{socket.gethostname()}: a worker runs different code from the main process "
             f"({difference}): install one version of this project and its libraries everywhere"
         )
     if old := _finished(unit):

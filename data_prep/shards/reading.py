@@ -30,7 +30,9 @@ class MappedShard:
             raise CorpusError(f"{self.path}: cannot be read ({error.strerror}): {AGAIN}") from None
         around = record.bytes - record.rows * self._row_bytes
         if buffer.size != record.bytes or around <= 0:
-            raise CorpusError(f"{self.path}: {buffer.size} bytes are not its size: {AGAIN}")
+            raise CorpusError(
+                f"{self.path}: has {buffer.size} bytes; the manifest says {record.bytes}: {AGAIN}"
+            )
         self._bytes = memoryview(buffer)
         # What is decoded is verified first: all but the rows lies at the two ends of the file.
         self._verify(np.array([0, record.bytes - around]), np.array([around, record.bytes]))

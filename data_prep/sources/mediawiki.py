@@ -114,7 +114,7 @@ class Mediawiki(FileSource):
         """Return the dumps, without the indexes that a glob also names."""
         found = [file for file in super().files() if not multistream.INDEX.fullmatch(file.path)]
         if not found:
-            raise CorpusError(f"{one_line(self.path)}: indexes alone; the dump lies elsewhere")
+            raise CorpusError(f"{one_line(self.path)}: contains only index files; add the dump")
         return found
 
     def cut_by(self, file: Piece) -> str:
@@ -200,7 +200,7 @@ def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
         if streams:
             dump.ended = piece.end is None
         if fed or piece.start == 0:
-            # Of a piece in the middle the XML would go on; with its last page open this fails.
+            # A middle piece does not end the XML document; an open page is an error.
             parser.Parse(b"" if dump.ended else f"</{dump.root}>".encode(), True)
     except expat.ExpatError as error:
         fix = multistream.FIX if streams else "download it again"

@@ -31,12 +31,6 @@ def export(
         float,
         typer.Option(help="How far int8 may fall: masked accuracy or correlation, of 1."),
     ] = 0.005,
-    this_cpu: Annotated[
-        bool,
-        typer.Option(
-            "--this-cpu", help="int8 with all 8 bits: right on processors like this one only."
-        ),
-    ] = False,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -74,9 +68,9 @@ def export(
     check_target(Path(run), folder, again=push is not None)
     wanted = None
     if onnx or int8 or fp16:
-        wanted = check_onnx(run, Onnx(int8, fp16, this_cpu, max_drop, data))
-    elif this_cpu or data is not None:
-        raise RunError("--this-cpu, --data: are for ONNX files; add --onnx or --int8")
+        wanted = check_onnx(run, Onnx(int8, fp16, max_drop, data))
+    elif data is not None:
+        raise RunError("--data: is for ONNX files; add --onnx or --int8")
     if wanted is None or is_run(Path(run)):
         check_run(Path(run))
 

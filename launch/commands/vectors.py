@@ -51,7 +51,7 @@ def vectors(
         typer.Option("--trust-remote-code", help="Run code of the model's folder; off by default."),
     ] = False,
 ) -> None:
-    """Write a file of vectors of a corpus's documents, which `vectors:` of a run reads.
+    """Compute a teacher's vectors of a corpus once, for later runs with `vectors:`.
 
     sentence-transformers makes them as the model's folder says. A killed command continues where it
     was. The corpus needs keep_text: true; its tokenizer and the student's sizes are free.

@@ -1,4 +1,4 @@
-"""Compare the validation figures of finished runs: a table in three formats, and the curves."""
+"""Compare the validation figures of finished runs: a table in two formats, and the curves."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from pretrain.monitor.tables import FORMATS, compare
 FILES = ("curves.svg", *(f"table.{kind}" for kind in FORMATS))
 # An entry of the table, a run of it, and the state of its last step.
 Run = tuple[str, RunConfig, Mapping[str, Any]]
-_COLUMNS = ("figure", "entry", "runs", "mean", "deviation", "difference", "low", "high", "needed")
+_COLUMNS = ("figure", "entry", "runs", "mean", "deviation", "difference", "low", "high")
 _MEANING = (
     "difference: to the first entry that has the figure, of runs with the same train.seed, with "
-    "its 95 % interval from low to high; needed: runs of both entries that would find it at 5 % in "
-    "four of five studies"
+    "its 95 % interval from low to high"
 )
 # Beginnings of validation figures that do not tell students apart.
 _SAME = ("tokens", "masked_tokens", "teacher_", "constant_", "unigram_")
@@ -40,7 +39,7 @@ def write_comparison(folder: Path, runs: Sequence[Run]) -> None:
     for figure, of_entry in values.items():
         for entry, found in compare(of_entry).items():
             numbers = found.difference or (None, None, None)
-            rows.append((figure, entry, *found[:3], *numbers, found.needed))
+            rows.append((figure, entry, *found[:3], *numbers))
     shown = [[f"{c:.4g}" if isinstance(c, float) else c for c in row] for row in rows]
     texts = [["" if cell is None else str(cell) for cell in row] for row in shown]
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +67,7 @@ def write_comparison(folder: Path, runs: Sequence[Run]) -> None:
     print_table(_COLUMNS, texts)
     if len({frozenset(of_entry) for of_entry in values.values()}) > 1:
         show("terms of an objective are compared where they are the same terms")
-    show(_MEANING, f"{folder}: table.md, table.csv, table.tex, curves.svg")
+    show(_MEANING, f"{folder}: table.md, table.csv, curves.svg")
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:

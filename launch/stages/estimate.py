@@ -169,7 +169,7 @@ def assumed(
                 f"--tokens {tokens:g}: is not a number of tokens; give 4e9, for instance"
             )
         if (config.shards / "manifest.json").exists():
-            raise RunError(f"--tokens: {config.shards} has its own number of them: leave it out")
+            raise RunError(f"--tokens: {config.shards} already exists; remove --tokens")
         rows = max(1, round(tokens / row_length))
         found[real(config.shards)] = Planned(rows, round(tokens), row_length, vocabulary)
         size = decimal(rows * row_length * (2 if vocabulary <= 2**16 else 4))
@@ -245,7 +245,7 @@ def cost_lines(
             total + max(cost.least, more) for total, more in zip(seconds, arithmetic, strict=True)
         ]
     where = target(asked, everywhere=any(cost.everywhere for cost in known))
-    why = ", for its network or 20 ms to start a step, not for its arithmetic" * slow
+    why = " (bound by its network, or by 20 ms to start a step)" * slow
     hours = " to ".join(dict.fromkeys(map(duration, seconds)))
     line = f"estimate: {hours} on {where.name}{why}, {text}"
     units, unit = where.nodes, "node"

@@ -40,13 +40,13 @@ class Export(Stage):
         keys = self.config
         if not (keys.onnx or keys.int8 or keys.fp16):
             return None
-        return Onnx(keys.int8, keys.fp16, keys.this_cpu, keys.max_drop, keys.data)
+        return Onnx(keys.int8, keys.fp16, keys.max_drop, keys.data)
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check the run, and that the target holds nothing but an export."""
         run, output = real(self.config.run), self.config.output
-        if self.onnx is None and (self.config.this_cpu or self.config.data is not None):
-            raise RunError("this_cpu, data: are for ONNX files; add onnx: true or int8: true")
+        if self.onnx is None and self.config.data is not None:
+            raise RunError("data: is for ONNX files; add onnx: true or int8: true")
         if self.onnx is not None:
             check_packages()
         if run not in made:

@@ -31,7 +31,7 @@ from pretrain.config import RunConfig
 from pretrain.environment import ENDS_WITH_STDIN, LOGS
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
-from pretrain.plan import Sizes
+from pretrain.plan import Planned, Sizes, parameters
 from pretrain.run_folder import RESULT, another_run, recipe_changes, sealed_state
 from pretrain.signals import stop_on_signal
 
@@ -51,7 +51,7 @@ class Child:
     place: Mapping[str, str]  # its variables
     inputs: dict[str, str]  # what it began from
     log: int  # bytes of earlier starts
-    had_weights: bool  # it was finished, by a run or a sweep that keeps them
+    had_weights: bool  # its weights existed before this start
 
 
 class Sweep(Stage):
@@ -98,7 +98,7 @@ class Sweep(Stage):
             for line in about:
                 said.setdefault(line, []).append(label)
             if isinstance(sizes := next(iter(model.values())), Sizes):
-                self.num_parameters[label] = num_parameters(sizes, run.config)
+                self.num_parameters[label] = parameters(sizes, rows_of(run.config), head=False)
         self._check_start()
         lines = []
         for line, labels in said.items():
@@ -128,13 +128,11 @@ class Sweep(Stage):
         with lock(config.output, _LOCK, who="distil recipe"):
             waiting = [label for label in self.runs if not self._is_finished(label)]
             places = self._places(how)
-            kept = (
-                "weights are kept" if config.keep_weights else "figures are kept, weights are not"
-            )
+            kept = "kept" if config.keep_weights else "deleted (keep_weights: true keeps them)"
             show(
                 f"{len(waiting)} of {len(self.runs)} runs to train or compare, {len(places)} at a "
-                f"time; of a finished run {kept}; one that was interrupted continues from its last "
-                "checkpoint",
+                f"time. Weights of finished runs are {kept}. An interrupted run continues from its "
+                "last checkpoint",
                 f"logs: {config.output}-*/{_LOG}",
             )
             codes = self._train(waiting, places, how)
@@ -185,7 +183,7 @@ class Sweep(Stage):
         auto = ["train.precision"] if config.train.precision == "auto" else []
         changes = recipe_changes(result["state"], config, auto)
         if result["state"]["shards"] != load_manifest(config.shards).digest:
-            changes.append(f"the shards in {config.shards} are other ones")
+            changes.append(f"the shards in {config.shards} have changed")
         now = _inputs(run) | _answers(config)
         changes += [f"{key} is another one" for key in now if now[key] != result["inputs"].get(key)]
         if changes:
@@ -365,10 +363,9 @@ def _answers(config: RunConfig) -> dict[str, str]:
     return {config.answers_key: hash_file(file)[0]} if file is not None and file.is_file() else {}
 
 
-def num_parameters(sizes: Sizes, config: RunConfig) -> int:
-    """Return about how many parameters a student has; without embeddings where no shards are."""
-    width, vocabulary = sizes.hidden_size, 0
-    if (config.shards / "manifest.json").exists():
-        vocabulary = load_manifest(config.shards).tokenizer.vocab_size
-    layer = 4 * width**2 + 2 * width * sizes.intermediate_size
-    return sizes.num_hidden_layers * layer + vocabulary * width
+def rows_of(config: RunConfig) -> Planned:
+    """Return the rows of a run; without words where there are no shards."""
+    if not (config.shards / "manifest.json").exists():
+        return Planned(0, 0, 0, 0)
+    manifest = load_manifest(config.shards)
+    return Planned(0, 0, manifest.row_length, manifest.tokenizer.vocab_size)

@@ -153,7 +153,7 @@ def _until_over(
             # Before torchrun stops the other ranks, which then leave the place where they waited.
             failing, suspects = now, watch.awaited
             watch.left = suspects
-        # Later than the time limit of a collective, whose error names the rank it waited for.
+        # Wait longer than the collective's timeout: its error names the missing rank.
         elif failing is None and (stuck := watch.standing(timeout + _PATIENCE)):
             failing, suspects = now, stuck
             watch.stuck = suspects

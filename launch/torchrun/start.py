@@ -218,7 +218,7 @@ def describe(
     if preset is None and asked.dry_run and not asked.slurm and layout.nodes > 1:
         yield "for nodes with GPUs; where they have none, add --hardware cpu"
     if preset is not None and asked.added:
-        untried = " (untried: where to begin, not what was measured)" * (not preset.measured)
+        untried = " (never tested on one)" * (not preset.measured)
         yield f"hardware {preset.name}: {' '.join(asked.added)}{untried}"
     rows = f"{train.micro_batch_size} rows x {accumulation} micro-batches"
     if accumulation is None:
@@ -293,7 +293,7 @@ def with_fewer_nodes(
 
 
 def divides(config: RunConfig, layout: Layout, nodes: int) -> bool:
-    """Return whether so many nodes share the rows of a step equally."""
+    """Return whether the global batch divides over this many nodes."""
     world = nodes * layout.processes
     try:
         accumulation_steps(with_defaults(config, layout.device, world), world)

@@ -188,8 +188,8 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
     """
     step = max((beat.step for beat in watch.beats.values()), default=0)
     # The first failure that does not follow from another; else the first one.
-    # A rank whose own error is not about another one is the cause. Its message beats a bare exit
-    # code, and the earlier one a later one.
+    # A rank whose own error is not about another one is the cause. Prefer failures with a
+    # message, then the earliest.
     order = sorted(watch.failed.values(), key=lambda f: (f.follows, not f.message, f.time))
     failure = order[0] if order else None
     if failure is not None and not failure.follows:
@@ -253,7 +253,7 @@ def _how(code: int) -> str:
     if code > 0:
         return f"exit code {code}"
     if code == 0:
-        return "how is not known; perhaps it was killed for want of memory"
+        return "unknown exit code; possibly out of memory"
     known = {-int(number): number.name for number in signal.Signals}
     guesses = {
         -signal.SIGKILL: ", perhaps out of memory",

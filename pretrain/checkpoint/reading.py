@@ -174,7 +174,8 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
         found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if not p.is_dir()}
         del found[MANIFEST]
         if odd := sorted(found.keys() ^ files.keys()):
-            raise DamagedError(f"{odd[0]} is missing or does not belong")
+            why = "is missing" if odd[0] in files else "is not a file of a checkpoint"
+            raise DamagedError(f"{odd[0]} {why}")
         for name, path in found.items():
             if path.stat().st_size != files[name]["bytes"]:
                 size = path.stat().st_size

@@ -18,7 +18,6 @@ class Onnx:
 
     int8: bool = False
     fp16: bool = False
-    this_cpu: bool = False  # int8 may overflow on processors without VNNI
     max_drop: float = 0.005  # of quality, by int8
     data: Path | None = None  # shards or a table of pairs; of a run its shards, if they are there
 
@@ -43,8 +42,6 @@ def check_onnx(source: Path | str, wanted: Onnx) -> Onnx:
     check_packages()
     if not 0 <= wanted.max_drop < 1:
         raise RunError(f"--max-drop {wanted.max_drop:g}: must be at least 0 and below 1")
-    if wanted.this_cpu and not wanted.int8:
-        raise RunError("--this-cpu: is for --int8; add it")
     if wanted.data is not None:
         if not wanted.data.exists():
             raise RunError(f"--data {wanted.data}: does not exist")

@@ -3,8 +3,8 @@
 Weights are int8; the range of a product's other side is found at every call. A table of embeddings
 is int8 with a scale for each row, w = q * max|w| / 127.
 
-Without VNNI a processor adds two products of 8 bits in 16 bits, which overflow: `reduce_range`
-keeps weights within 7 bits, so that every processor gives the same answers.
+Without VNNI a processor adds two products of 8 bits in 16 bits, which overflow: weights stay within
+7 bits, so that every processor gives the same answers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from pretrain.deploy.graph import write
 _FEWEST_ROWS = 64  # of a table that is worth it
 
 
-def quantise(source: Path, file: Path, metadata: Mapping[str, str], *, reduce_range: bool) -> None:
+def quantise(source: Path, file: Path, metadata: Mapping[str, str]) -> None:
     """Write a file with its weights in int8, with a scale for each column of a matrix.
 
     Args:
         source: a file in fp32.
         file: the target.
         metadata: of the file, without its precision.
-        reduce_range: weights within 7 bits.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -45,7 +44,7 @@ def quantise(source: Path, file: Path, metadata: Mapping[str, str], *, reduce_ra
                 op_types_to_quantize=["MatMul"],
                 nodes_to_quantize=_products(model),
                 per_channel=True,
-                reduce_range=reduce_range,
+                reduce_range=True,
                 weight_type=QuantType.QInt8,
             )
         finally:
@@ -54,8 +53,8 @@ def quantise(source: Path, file: Path, metadata: Mapping[str, str], *, reduce_ra
     for node in [n for n in model.graph.node if n.op_type == "Gather"]:
         if _is_table(model, node.input[0]):
             # A head of int8 columns within 7 bits has 64 as its largest number.
-            quantise_table(model, node, 64 if node.input[0] in tied and reduce_range else 127)
-    settings = {"per_channel": "True", "reduce_range": str(reduce_range)}
+            quantise_table(model, node, 64 if node.input[0] in tied else 127)
+    settings = {"per_channel": "True", "reduce_range": "True"}
     write(model, file, {**metadata, **settings, "precision": "int8"})
 
 

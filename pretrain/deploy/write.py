@@ -19,7 +19,6 @@ from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256, indented_json
 from data_prep.shards import load_manifest
 from pretrain import RunError
-from pretrain.bench.machine import hardware
 from pretrain.deploy.asked import Onnx
 from pretrain.deploy.graph import Graph, compare, load_graph, to_fp16, write_graph
 from pretrain.deploy.quality import ROWS, check_texts, quality_of
@@ -138,7 +137,7 @@ def _make(graph: Graph, folder: Path, wanted: Onnx, say: Callable[[str], None]) 
         quality = quality_of(source, folder, wanted.data, has_logits=graph.has_logits)
         say(f"int8: {quality.name} {quality.of_all:.4f} in fp32; measuring")
         file = source.with_name("model_quantized.onnx")
-        quantise(source, file, metadata, reduce_range=not wanted.this_cpu)
+        quantise(source, file, metadata)
         value, agreement, drop = quality.measure(file)
         if not drop.value <= wanted.max_drop:
             raise RunError(
@@ -153,7 +152,6 @@ def _make(graph: Graph, folder: Path, wanted: Onnx, say: Callable[[str], None]) 
             value=value,
             drop=drop.value,
             agreement=agreement,
-            reduce_range=not wanted.this_cpu,
         )
         if (drop.high or 0) - (drop.low or 0) > wanted.max_drop:
             say(f"warning: the drop's interval is wider than --max-drop {wanted.max_drop:g}")
@@ -186,9 +184,6 @@ def _inputs(folder: Path, wanted: Onnx) -> dict[str, Any]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "README.md"
     }
-    import torch
-
-    cpu = hardware(torch.device("cpu"))["processor"] if wanted.this_cpu else ""
     return {
         "code": CODE,
         "model": canonical_sha256(files),
@@ -197,7 +192,6 @@ def _inputs(folder: Path, wanted: Onnx) -> dict[str, Any]:
         "int8": wanted.int8,
         "max_drop": wanted.max_drop if wanted.int8 else 0,
         "rows": ROWS if wanted.int8 else 0,
-        "cpu": cpu,
         "versions": {name: version(name) for name in _PACKAGES},
     }
 
@@ -268,10 +262,6 @@ def _card(folder: Path, record: dict[str, Any]) -> str:
     ]
     if "model_quantized.onnx" in files:
         known = files["model_quantized.onnx"]
-        safe = (
-            "Its weights use 7 of 8 bits, so that processors without VNNI do not overflow."
-            if known["reduce_range"]
-            else "Its weights use all 8 bits: on a processor without VNNI answers may be wrong."
-        )
+        safe = "Its weights use 7 of 8 bits, so that processors without VNNI do not overflow."
         lines.append(f"int8: measured on {known['examples']}; agreement is that with fp32. {safe}")
     return "\n\n".join(lines) + "\n"

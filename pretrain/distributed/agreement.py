@@ -32,9 +32,9 @@ def compare_weights(run: Run) -> None:
     if odd:
         ranks = " and ".join(f"rank {rank}" for rank in odd)
         raise DivergedError(
-            f"step {run.state.step}: {ranks} hold{'s' * (len(odd) == 1)} other weights than the "
-            "rest: look for failing memory or network there. No checkpoint was written since the "
-            "weights were last the same; the same command continues from there"
+            f"step {run.state.step}: the weights of {ranks} differ from the other ranks': "
+            "look for failing memory or network there. No checkpoint was written since the weights "
+            "were last the same; the same command continues from there"
         )
 
 

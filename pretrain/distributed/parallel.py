@@ -76,8 +76,8 @@ class DDP:
 
     def step(self, learning_rate: float) -> None:
         """Update the weights; in fp16 an overflow of scaled gradients skips the update."""
-        # The rate is a pure function of the step (`step.learning_rate`), so no scheduler is needed
-        # state to save.
+        # The rate is a pure function of the step (`step.learning_rate`), so there is no
+        # scheduler, and no state of one to save.
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()

@@ -225,7 +225,7 @@ def same_everywhere(
     for name, column in zip(values, zip(*gathered, strict=True), strict=True):
         odd = [rank for rank, key in enumerate(column) if key != column[0]]
         if odd:
-            raise RunError(f"process {odd[0]} has another {name} than process 0: {fix}")
+            raise RunError(f"rank {odd[0]} has a different {name} from rank 0: {fix}")
 
 
 def _need(package: str, who: str, of: str) -> None:

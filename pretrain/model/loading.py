@@ -22,15 +22,13 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
 # Models of which a class ...ForMaskedLM exists, but which were trained to do something else.
 _NO_LM_HEAD = {
-    "electra": "an electra tells replaced words from right ones, and its masked-language-model "
-    "head is random",
-    "deberta-v2": "a deberta-v2 tells replaced words from right ones (DeBERTa-v3), and has no "
-    "trained head",
+    "electra": "an electra detects replaced tokens; its masked-language-model head is untrained",
+    "deberta-v2": "a deberta-v2 detects replaced tokens (DeBERTa-v3), and has no trained head",
 }
-# Keys of config.json with which a model of a known family is another than the walk computes: the
-# values that it computes (None: the key is missing), and what it assumes.
+# Settings of config.json: the values that `walk` implements (None: the key is missing), and what it
+# assumes.
 _ENCODER: dict[str, tuple[tuple[Any, ...], str]] = {
-    "is_decoder": ((None, False), "an encoder looks at both sides of a word"),
+    "is_decoder": ((None, False), "only bidirectional encoders are supported"),
     "add_cross_attention": ((None, False), "an encoder reads no other model's output"),
     "tie_word_embeddings": ((None, True), "an LM head has the embeddings' weights here"),
     "position_embedding_type": ((None, "absolute"), "positions are absolute here"),
@@ -123,7 +121,7 @@ def assemble(
                 f"inside, or remove {prefix!r} from the names"
             )
     for name, tensor in tensors.items():
-        # Quantised weights, cast without their scale, would be another model.
+        # Casting quantised weights without their scale would change the model.
         if tensor.dtype not in FLOATS and not name.endswith("position_ids"):
             raise RunError(
                 f"{who}: {name} holds {tensor.dtype}; save the model in fp32, fp16 or bf16"
@@ -203,8 +201,7 @@ def _tie(who: str, model: Any) -> None:
     if head.weight is not embeddings:
         if not torch.equal(head.weight, embeddings):
             raise RunError(
-                f"{who}: its LM head is not its word embeddings, and here both are one matrix; "
-                "take a model that was trained with tied embeddings"
+                f"{who}: its LM head and its embeddings differ; only tied models are supported"
             )
         head.weight = embeddings
     # Old files name the bias twice, too: of the decoder, and of the head.

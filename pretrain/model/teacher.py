@@ -156,9 +156,9 @@ def check_tokenizer(
             raise RunError(f"{who}: its tokenizer cannot be compared ({error})") from None
         if found:
             raise DifferentTokenizer(
-                f"{who}: its tokenizer is not that of the shards: {found}; prepare the corpus with "
-                "its tokenizer, or, for a teacher and shards as you want them, set "
-                "`teacher_vocabulary: same` (distil evaluate: --same-vocabulary)"
+                f"{who}: it splits text differently from the shards: {found}; prepare the corpus "
+                "with its tokenizer, or, if you are sure, set `teacher_vocabulary: same` (distil "
+                "evaluate: --same-vocabulary)"
             )
 
 

@@ -86,10 +86,10 @@ def post_mortem(
         "lower optimizer.learning_rate",
         f"look at a row: distil audit {facts['shards']} --row {bad[0]}",
         f"leave rows out: --skip-rows {bad[0]}:{bad[0] + 1}",
-        "go on over up to N such steps: train.skip_non_finite=N",
+        "skip up to N such steps: train.skip_non_finite=N",
     ]
     if found and set(bad) == set(rows):
-        remedies.insert(0, "no row is spared: look at the weights that it started from")
+        remedies.insert(0, "all rows are affected: check the initial weights")
     message = (
         f"step {facts['step']}: the {what} over rows {shown}{where} ({facts['shards']}); the "
         f"update was not made, and no checkpoint was touched; {facts['file']} says more. To fix "

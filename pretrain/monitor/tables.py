@@ -1,4 +1,4 @@
-"""Compare repeated runs, and write tables as Markdown, CSV and LaTeX."""
+"""Compare repeated runs, and write tables as Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ import numpy as np
 from data_prep.messages import one_line
 from pretrain.monitor.figures import Figure
 
-_POWER = 7.85  # (1.96 + 0.84) ** 2: at 5 %, found in four of five studies
-_LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}"})
-_LATEX |= str.maketrans({"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"})
-
 
 class Compared(NamedTuple):
     """Hold a figure of repeated runs, and how it differs from that of the first entry."""
@@ -26,15 +22,13 @@ class Compared(NamedTuple):
     mean: float
     deviation: float | None  # of one run; None with a single one
     difference: Figure | None  # mean of the paired differences, 95 % interval; None of the first
-    needed: int | None  # runs of both that would find such a difference; None if not known
 
 
 def compare(values: Mapping[str, Mapping[str, float]]) -> dict[str, Compared]:
     """Compare a figure of several entries with that of the first one.
 
     Differences are paired: runs of the same seed share what the seed decides. The interval is
-    Student's. A difference d with the deviation s of its pairs needs n = 7.85 (s / d)^2 + 2 runs of
-    both, to be found at 5 % in four of five studies.
+    Student's.
 
     Args:
         values: the figure by entry, and by seed.
@@ -43,7 +37,7 @@ def compare(values: Mapping[str, Mapping[str, float]]) -> dict[str, Compared]:
     first = next(iter(values.values()))
     for name, of_seed in values.items():
         own = list(of_seed.values())
-        difference, needed = None, None
+        difference = None
         pairs = [of_seed[seed] - first[seed] for seed in of_seed if seed in first]
         if of_seed is not first and pairs:
             d = mean(pairs)
@@ -52,9 +46,8 @@ def compare(values: Mapping[str, Mapping[str, float]]) -> dict[str, Compared]:
                 s = stdev(pairs)
                 half = student_t(len(pairs) - 1) * s / math.sqrt(len(pairs))
                 difference = Figure(d, d - half, d + half)
-                needed = math.ceil(_POWER * (s / d) ** 2 + 2) if d else None
         deviation = stdev(own) if len(own) > 1 else None
-        found[name] = Compared(len(own), mean(own), deviation, difference, needed)
+        found[name] = Compared(len(own), mean(own), deviation, difference)
     return found
 
 
@@ -97,19 +90,7 @@ def comma_separated(columns: Sequence[str], rows: Iterable[Sequence[object]]) ->
     return text.getvalue()
 
 
-def latex(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a tabular of LaTeX, for the package booktabs."""
-
-    def line(cells: Sequence[object]) -> str:
-        return " & ".join(one_line(str(cell)).translate(_LATEX) for cell in cells) + r" \\"
-
-    body = [line(row) for row in rows]
-    head = ["\\begin{tabular}{l" + "r" * (len(columns) - 1) + "}", r"\toprule", line(columns)]
-    return "\n".join([*head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""])
-
-
 FORMATS: dict[str, Callable[..., str]] = {
     "md": lambda columns, rows: markdown(columns, rows) + "\n",
     "csv": comma_separated,
-    "tex": latex,
 }

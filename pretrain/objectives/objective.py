@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def layer_pairs(
     layers: Sequence[int], student: int, teacher: Shape, *, but: str = ""
 ) -> tuple[tuple[int, int], ...]:
-    """Return each of a student's layers that learns with the teacher's layer for it.
+    """Return (student layer, teacher layer) pairs.
 
     Args:
         layers: of the teacher, from `objective.layers`.
@@ -134,8 +134,8 @@ class Objective(Keys):
 
     name: str
     tasks: ClassVar[tuple[str, ...]] = ("mlm",)  # that it can serve, the default one first
-    # Also where no term compares: the student may be cut from it.
     sums_layers: ClassVar[bool] = False  # do its terms grow with the number of layers?
+    # True also if no term uses the teacher, because student layers may be copied from it.
     needs_teacher: ClassVar[bool] = True
     reads_layers: ClassVar[bool] = False  # of a task's teacher; its kept logits are not enough
     # Do the teacher's layers stand in for the student's, whose other parts are frozen?

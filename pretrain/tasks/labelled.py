@@ -211,7 +211,7 @@ class LabelledExamples(LabelledRows):
         return {"labels": {**known, "teacher": self.digest}}
 
     def changes(self, state: Mapping[str, Any]) -> list[str]:
-        """Return whether the soft labels are of another teacher than a checkpoint's."""
+        """Return whether the soft labels come from a different teacher than a checkpoint's."""
         before = (state.get("labels") or {}).get("teacher")
         other = before not in (None, "", self.digest)
         return ["the soft labels are of another teacher"] if other else []
@@ -309,7 +309,7 @@ def config_of_head(
         return raw
     labels = state.get("labels")
     if labels is None or labels["output"] != output:
-        raise RunError(f"{who}: is a run of another task, without a head for this one")
+        raise RunError(f"{who}: was trained for a different task, and has no head for this one")
     return {"id2label": dict(enumerate(labels["names"]))}
 
 

@@ -381,7 +381,7 @@ def test_a_worker_with_other_code_is_refused(
     # Ray's workers look first where the engine's own file lies.
     monkeypatch.setattr(ray_tasks, "__file__", f"{other}/data_prep/pipeline/ray_tasks.py")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    with pytest.raises(CorpusError, match="has other code") as caught:
+    with pytest.raises(CorpusError, match="runs different code") as caught:
         prepare(config, engine=runner, **SMALL)
     assert "\n" not in str(caught.value) and not unit_times(config)
 

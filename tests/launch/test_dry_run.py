@@ -200,7 +200,7 @@ def test_options_of_a_dry_run_need_one(distil: Distil, paper: str, run: Path) ->
     code, _, err = distil("recipe", "recipe.yaml", "--tokens", "4e9")
     assert code == 2 and "--tokens is for --dry-run" in err
     code, _, err = distil("pretrain", run, "--dry-run", "--tokens", "4e9")
-    assert code == 2 and "has its own number of them" in err
+    assert code == 2 and "already exists" in err
 
 
 # That masked positions take less is tested by test_plan_memory and test_footprint.
@@ -301,7 +301,7 @@ def test_where_the_network_decides_the_estimate_is_its_time(distil: Distil, pape
     steps = 1e8 / 16 / 64
     sent = 2 * 31 / 32 * 4 * (STUDENT - (512 - 16) * 768)
     hours = steps * sent / (25e9 / 8) / 3600
-    (shown,) = re.findall(r"estimate: (.*) on 4 nodes of 8xa100-80gb, for its network", out)
+    (shown,) = re.findall(r"estimate: (.*) on 4 nodes of 8xa100-80gb .bound by its network", out)
     assert float(shown.split(" h")[0]) == pytest.approx(hours, rel=0.02)
     Path("recipe.yaml").write_text(
         json.dumps({"runs": [yaml.safe_load(Path(paper).read_text(encoding="utf-8"))]}),
@@ -312,7 +312,9 @@ def test_where_the_network_decides_the_estimate_is_its_time(distil: Distil, pape
     assert code == 0 and out.count(f"estimate: {shown} on 4 nodes") == 2, out + err
     # On one node no gradient leaves it, but a step has its kernels to start: 20 ms.
     out = distil("launch", paper, *options[:-2]).out
-    (shown,) = re.findall(r"estimate: (\d+) min .*on 8xa100-80gb, for its network or 20 ms", out)
+    (shown,) = re.findall(
+        r"estimate: (\d+) min .*on 8xa100-80gb .bound by its network, or by 20 ms", out
+    )
     assert float(shown) == pytest.approx(steps * 0.02 / 60, rel=0.02)
 
 
@@ -371,7 +373,7 @@ def test_a_dry_run_refuses_the_models_that_the_run_refuses(
     task |= {"student": {"architecture": "same", "init": [0]}}
     for config, teacher, message in (
         (distilled, "words", "its vocabulary has"),
-        (distilled, "cased", "its tokenizer is not that of the shards"),
+        (distilled, "cased", "it splits text differently from the shards"),
         (task, "tagger", "which has no head for SequenceClassification"),
     ):
         file = tmp_path / "config.yaml"

@@ -183,7 +183,7 @@ def test_an_unknown_preset_is_refused_without_torch(check_refused: Check) -> Non
 
 
 def test_a_bad_step_is_refused_without_torch(check_refused: Check, trained: Path) -> None:
-    message = "has steps 1 to 5, as its log counts them, not 6"
+    message = "there is no step 6; the run has steps 1 to 5"
     check_refused(message, "replay", trained, "--step", "6")
 
 

@@ -141,11 +141,8 @@ def test_a_swept_student_has_the_teacher_of_its_seed_and_the_table_is_right(
     assert float(row["difference"]) == pytest.approx((long - short).mean(), rel=1e-12)
     assert float(row["low"]) == pytest.approx(interval.low, rel=1e-5)
     assert float(row["high"]) == pytest.approx(interval.high, rel=1e-5)
-    s, d = (long - short).std(ddof=1), (long - short).mean()
-    assert int(row["needed"]) == np.ceil(7.85 * (s / d) ** 2 + 2)
     assert found["loss", "short"]["difference"] == ""
     assert Path("student/table.md").read_text(encoding="utf-8").count("| loss |") == 2
-    assert r"\bottomrule" in Path("student/table.tex").read_text(encoding="utf-8")
     plot = ElementTree.fromstring(Path("student/curves.svg").read_text(encoding="utf-8"))
     assert len([e for e in plot.iter() if e.tag.endswith("polyline")]) == 2
 

@@ -24,8 +24,8 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 GONE = "missing"
 
 CASES: list[tuple[str, str, Any, str]] = [
-    ("bert", "model_type", "electra", "an electra tells replaced words from right ones"),
-    ("bert", "model_type", "deberta-v2", "a deberta-v2 tells replaced words from right ones"),
+    ("bert", "model_type", "electra", "an electra detects replaced tokens"),
+    ("bert", "model_type", "deberta-v2", "a deberta-v2 detects replaced tokens"),
     ("bert", "model_type", "albert", "a albert; supported are bert, distilbert, roberta"),
     ("bert", "num_attention_heads", GONE, "config.json lacks num_attention_heads"),
     ("distilbert", "n_heads", GONE, "config.json lacks n_heads"),
@@ -86,7 +86,7 @@ def test_a_modernbert_names_its_period_to_transformers_4(tmp_path: Path) -> None
     student = build_student(Student(num_layers=2), as_teacher(loaded), seed=0)
     assert student.config.layer_types == kinds[:2]
     edit(tmp_path / "config.json", layer_types=["full_attention", *kinds[:3]])
-    with refused("global attention at places that do not repeat"):
+    with refused("global attention do not recur"):
         load_model(tmp_path)
 
 

@@ -136,7 +136,7 @@ def test_ranks_that_choose_different_precisions_are_refused(
         kind, message = json.loads((tmp_path / f"answer.{rank}").read_text())
         assert kind == "RunError"
         assert message == (
-            "process 1 has another choice for train.precision auto than process 0: the machines "
+            "rank 1 has a different choice for train.precision auto from rank 0: the machines "
             "differ: set train.precision, to fp32 for instance"
         )
 

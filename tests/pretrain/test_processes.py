@@ -96,7 +96,7 @@ def test_a_flipped_bit_names_its_rank_and_no_checkpoint_holds_it(
     values = settings()
     found = answers([values], tmp_path, 3, "bit")
     assert [kind for kind, _ in found] == ["DivergedError"] * 3
-    assert "step 4: rank 2 holds other weights than the rest" in found[0][1]
+    assert "step 4: the weights of rank 2 differ" in found[0][1]
     assert steps(values) == [1, 2, 3] and status(values)["exit_code"] == 3
 
 
@@ -112,7 +112,7 @@ def test_ranks_with_different_files_are_refused(settings: Settings, tmp_path: Pa
     save_teacher(tmp_path / "other", tiny_bert(seed=9))
     found = answers([good, {**good, "teacher": str(tmp_path / "other")}], tmp_path, 3)
     assert [kind for kind, _ in found] == ["RunError"] * 3
-    assert found[0][1].startswith("process 1 has another teacher than process 0")
+    assert found[0][1].startswith("rank 1 has a different teacher from rank 0")
 
 
 def test_ranks_with_different_settings_are_refused(settings: Settings, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_ranks_with_different_settings_are_refused(settings: Settings, tmp_path:
         other = {**usual, "train": {**usual["train"], **change}}
         found = answers([usual, other], tmp_path, 2)
         assert [kind for kind, _ in found] == ["RunError"] * 2
-        assert found[0][1].startswith("process 1 has another configuration than process 0")
+        assert found[0][1].startswith("rank 1 has a different configuration from rank 0")
         assert not steps(usual)
 
 

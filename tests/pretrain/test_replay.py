@@ -235,7 +235,7 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller_or_refused(make_run: Ma
 def test_steps_of_the_run_alone_can_be_replayed(make_run: MakeRun, corpus: Path) -> None:
     run = make_run()
     for step in (-1, 0, STEPS + 1):
-        with pytest.raises(RunError, match=f"steps 1 to {STEPS}, .* not {step}"):
+        with pytest.raises(RunError, match=f"no step {step}; the run has steps 1 to {STEPS}"):
             replay(run, step)
     epochs = make_run(train={"epochs": 1.5, "global_batch_size": 10, "micro_batch_size": 5})
     last = -(-round(len(open_shards(corpus)) * 1.5) // 10)

@@ -337,8 +337,8 @@ def test_a_pretraining_checkpoint_has_a_head(tmp_path: Path, load: Load, ids: Te
     ("kind", "reason"),
     [
         ("albert", "albert; supported are bert, distilbert, roberta"),
-        ("electra", "tells replaced words from right ones"),
-        ("deberta-v2", "tells replaced words from right ones"),
+        ("electra", "detects replaced tokens"),
+        ("deberta-v2", "detects replaced tokens"),
     ],
 )
 def test_a_model_of_no_supported_family_is_refused(

@@ -171,6 +171,6 @@ class _Compared(torch.autograd.Function):
         grad_x, grad_y = ctx.saved_tensors
         grad = grad / ctx.heads
         x = (grad_x * grad).to(ctx.dtype)
-        # The one of a relation with itself holds both parts.
+        # For X X^T grad_x already holds both contributions.
         y = None if ctx.itself else (grad_y * grad).to(ctx.dtype)
         return x, y, *[None] * 5

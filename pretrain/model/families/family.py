@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 
 class Family(ABC):
-    """Name the parts of one kind of encoder once, for the walk, the heads and copies of layers.
+    """Map one encoder family to common names, for `walk`, the LM head and layer copying.
 
     A model is a `...ForMaskedLM` of transformers.
     """
@@ -128,7 +128,7 @@ class Family(ABC):
         return
 
     def kinds(self, teacher: Any, copied: Sequence[int]) -> dict[str, Any]:
-        """Return the keys of config.json that say of which kind the copied layers are."""
+        """Return the keys of config.json that set the types of the copied layers."""
         return {}
 
     def completed(self, config: Any) -> Any:

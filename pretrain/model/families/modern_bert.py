@@ -140,7 +140,7 @@ class ModernBert(Family):
             # A wrong period counts for nothing here: the walk asks each layer for its kind.
             config.global_attn_every_n_layers = period = _period(kinds)
         if period is None:
-            raise ValueError("its layers have global attention at places that do not repeat")
+            raise ValueError("its layers with global attention do not recur every N layers")
         # Transformers 4.57 reads these two, 5 reads `rope_parameters`; each ignores the other.
         config.global_rope_theta = config.rope_parameters[_GLOBAL]["rope_theta"]
         config.local_rope_theta = config.rope_parameters[_LOCAL]["rope_theta"]

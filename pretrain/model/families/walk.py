@@ -92,7 +92,8 @@ def walk(
     embedded = Signal("hidden", -1)
     found = {embedded: hidden_BLD} if embedded in needs else {}
     for source, i, prepared in layers:
-        # A layer returns what is asked for, and no more: the rest of a teacher's is free at once.
+        # A layer returns only what is asked for, so a teacher's other activations are freed
+        # immediately.
         kinds = frozenset(signal.kind for signal in needs if signal.layer == i)
         # Evaluation keeps nothing for a backward pass anyway.
         if recompute and torch.is_grad_enabled():

@@ -35,7 +35,7 @@ class Documents:
         return Documents, (self.shards, self.path)
 
     def count(self) -> tuple[int, int]:
-        """Return the number of whole documents, and of those and all pieces of others."""
+        """Return the number of complete documents, and of all segments."""
         whole = self.segments.of_rows(np.arange(len(self.shards))).whole
         return int(whole.sum()), len(whole)
 

@@ -167,7 +167,7 @@ class VectorsOfDocuments(WholeDocuments):
         return {"vectors": known}
 
     def changes(self, state: Mapping[str, Any]) -> list[str]:
-        """Return whether the vectors are of another teacher than a checkpoint's."""
+        """Return whether the vectors come from a different teacher than a checkpoint's."""
         before = (state.get("vectors") or {}).get("digest")
         other = before not in (None, self.digest)
         return ["the sentence vectors are of another teacher"] if other else []
@@ -223,8 +223,8 @@ def find_vectors(
         whole: compare an existing file with its checksum, which reads all of it.
 
     Raises:
-        RunError: the file is of other shards or another teacher, neither file nor texts are there,
-            or all documents were cut.
+        RunError: the file was made for different shards or a different teacher, neither file nor
+            texts exist, or all documents were cut.
     """
     shards, path = open_shards(config.shards), config.vectors
     head = teacher.head if teacher is not None else None

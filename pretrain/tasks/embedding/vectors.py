@@ -158,7 +158,7 @@ def write_vectors(
         done = sum(count for count, _ in units)
         _check_partial(partial, len(header), row, units)
         total, start, said, first = sum(described["splits"].values()), time.monotonic(), 0.0, done
-        say(f"{path}: writing the teacher's vectors of {total:,} documents and pieces of some")
+        say(f"{path}: encoding {total:,} documents with the teacher")
         with writing_to(partial), partial.open("r+b" if done else "wb") as file:
             if not done:
                 file.write(header)

@@ -120,7 +120,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def first_kind(text: bytes) -> tuple[str, bool]:
-    """Return the category of a text's first character, L, M, N or another, and if it is unspaced.
+    """Return (Unicode category of the first character, whether its script has no spaces).
 
     A text may begin in the middle of a character: that continues whatever was begun, as M does. Of
     a character that is not whole, the category is that of most characters that begin so.
