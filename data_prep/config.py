@@ -163,7 +163,7 @@ class CorpusConfig(Keys):
     row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512
     """Tokens of a row; several lengths are packed to a folder each."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.005
-    """Share of the documents that training does not read. A document that is alone a larger share
+    """Share of the documents that training does not read. A single document with a larger share
     of the text is trained on, unless the smaller ones have too little text.
     """
     min_characters: Annotated[int, Field(ge=1)] = 1

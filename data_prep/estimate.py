@@ -161,7 +161,7 @@ class _Sample:
     sampled_bytes: int
     folders: tuple[Path, ...]
     results: tuple[dict[str, Any], ...]
-    seconds: float  # of extraction
+    seconds: float  # time of extraction
     largest: int  # bytes of the largest unit
     is_beginning: bool
 

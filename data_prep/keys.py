@@ -55,7 +55,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
     """Yield every type and every literal string that an annotation names."""
     for part in get_args(annotation):
         yield from _kinds(part)
-    if isinstance(annotation, int):  # of a literal
+    if isinstance(annotation, int):  # the value of a literal
         yield type(annotation)
     if isinstance(annotation, type | str):
         yield annotation

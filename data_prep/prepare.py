@@ -67,7 +67,7 @@ def prepare(
     read, or units where it reads no texts. Units that an earlier run finished are checked and
     skipped. Raises CorpusError for anything the user must fix; OSError (disk full, read-only)
     passes through. Finished shards of another configuration are never overwritten.
-    `accept_code` keeps finished shards that other code of the same behaviour made.
+    `accept_code` keeps finished shards that different code of the same behaviour made.
     """
     plan = Plan(config, part_bytes, piece_bytes, warn)
     _ = plan.tokenizer  # one that does not load is found before hours of reading
@@ -225,7 +225,7 @@ def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None
         for unit, record in made:
             for output in record.outputs if plan.store is None else ():  # a task compares its own
                 file = unit.folder / output.file
-                # Of the parts, a unit reads its own alone; comparing all would take hours.
+                # A unit reads only its own parts; comparing all would take hours.
                 others = unit.folder.parent in listed and file not in parts
                 if others or not any(fnmatch(output.file, pattern) for pattern in patterns):
                     continue
@@ -268,13 +268,13 @@ def _run(
     if len(mine) < len(others):  # another task's, and the stage would be made by two versions
         raise CorpusError(
             f"{plan.config.output}: {len(others)} of {len(plan.units(stage))} units of stage "
-            f"{stage} were made by other code ({others[min(others)]}): run all its tasks with one "
+            f"{stage} were made by different code ({others[min(others)]}): run all tasks with one "
             f"version; to make the stage again with this one, delete "
             + (str(home) if plan.store is None else f"{plan.store.url}/{stage}")
         )
     if mine:
         warn(
-            f"{len(mine)} of {len(units)} units of stage {stage} were made by other code "
+            f"{len(mine)} of {len(units)} units of stage {stage} were made by different code "
             f"({others[mine[0]]}): making them again"
         )
 

@@ -37,7 +37,7 @@ TESTED = {
 }
 _SHARED = 64 << 20  # bytes: what containers have by default, and too little for loader workers
 CLOCK = 2.0  # seconds between a clock and that of the disk, or of another node
-_TOKENS = 2**15  # of validation rows, on which a teacher guesses
+_TOKENS = 2**15  # tokens of validation rows, on which a teacher guesses
 _TEMPORARY = 1 << 30  # bytes for sockets and code that Triton compiles
 
 Grade = Literal["ok", "note", "fail"]

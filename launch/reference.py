@@ -33,7 +33,7 @@ COMMANDS = {
     "recipe": "distil recipe",
 }
 _OF_SWEEPS = ("sweep", "keep_weights", "at_once")  # keys of a run that is made several times
-_ELSEWHERE = ("PrepareKeys", "ExamplesKeys")  # stages with the keys of another kind of file
+_ELSEWHERE = ("PrepareKeys", "ExamplesKeys")  # stages with the keys of a different kind of file
 _PAGE = (
     "# Every key of a config file",
     "",
@@ -61,7 +61,7 @@ class Key(NamedTuple):
     values: str  # what it takes
     default: str
     text: str
-    section: str  # of several sections that may stand there, the name of this key's
+    section: str  # the name of this section, if several may stand here
 
 
 def schema(kind: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from pretrain.train import train
 
 ATTENDING = {name: family for name, family in FAMILIES.items() if family.attends}
 CURVES = Path(__file__).with_name("curves.json")
-TOLERANCE = 1e-3  # of a loss: TF32 rounds the factors of products to 10 bits
+TOLERANCE = 1e-3  # relative difference of a loss: TF32 rounds factors to 10 bits
 STEPS = 6
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "distilbert": {"name": "distilbert", "hidden_mse": 1.0},

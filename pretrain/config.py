@@ -184,7 +184,7 @@ class Logging(Keys):
 
 
 SHAPE_NOTHING = ("evaluation", "checkpoint", "logging", "card", "slurm")  # sections
-COMPUTED_BY = ("hardware", "machine")  # of a run's config.json: what the run was computed by
+COMPUTED_BY = ("hardware", "machine")  # keys of a run's config.json: what computed the run
 
 
 _COPY = {

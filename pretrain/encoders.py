@@ -28,7 +28,7 @@ from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.task_metrics import pearson, places, ranks, spearman
 
-DOCUMENTS = 512  # of the validation rows: 131,000 pairs
+DOCUMENTS = 512  # so many make 131,000 pairs
 FEWEST_PAIRS = 5
 _COLUMNS = ("sentence1", "sentence2", "score")
 _STSB = (5, 6, 4)  # the places of these in STS-B's own file, which names none
@@ -209,7 +209,7 @@ def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
         # A text that was drawn twice makes each of its pairs twice, and is no pair with itself.
         num = np.bincount(drawn, minlength=len(ours))
         times = (num[first] * num[second]).astype(np.float64)
-        if not times.any():  # one text alone
+        if not times.any():  # a single text
             return np.nan
         both = [ranks(order, times) for order in orders]
         (xx, xy), (_, yy) = np.cov(both, bias=True, aweights=times)

@@ -19,7 +19,7 @@ class _Bytes(NamedTuple):
 
     of_d: float
     of_f: float
-    dropout: float = 0.0  # of D, with dropout
+    dropout: float = 0.0  # more of D, with dropout
     dropout_cpu: float = 0.0  # the same on a CPU
 
 
@@ -30,14 +30,14 @@ _KEPT = {
     ("others", "fp32"): _Bytes(32, 10, 4, 32),
     ("others", "half"): _Bytes(25, 4, 6, 6),
 }
-_INPUT = 2  # of a layer whose activations are computed again
-_ENDS = 22  # of D: embeddings, and what a backward pass works with
-_COMPARED = 25  # of D, of a layer that is compared
-_PAIR = 23  # of a pair of tokens in a head of relations, up to so many at a time:
+_INPUT = 2  # bytes of D: the input of a layer that is computed again
+_ENDS = 22  # bytes of D: embeddings, and the backward pass's own tensors
+_COMPARED = 25  # bytes of D, for each layer that is compared
+_PAIR = 23  # bytes of a pair of tokens in a head; so many pairs at a time:
 _MOST_PAIRS = {"cpu": 2**18, "cuda": 2**24}
 # Of a logit, in chunks of so many positions, and of blocks of so many logits.
 _LOGIT, _CHUNK, _BLOCK = 9, {"cpu": 512, "cuda": 2048}, {"cpu": 2**18, "cuda": 2**23}
-_HEADS = 48  # of MiniLM's relations, where a config names no other number
+_HEADS = 48  # MiniLM's relation heads, where a config names no number
 
 
 class Footprint:

@@ -33,7 +33,7 @@ MEANINGS = {
     OF_RANKS: "accuracy by the tokens' ranks in the training rows, the most frequent first",
     OF_LAYER: "of the outputs of a layer, from 0, and of the teacher's at that share of its depth",
 }
-_LAST_RANKS = (100, 1_000, 10_000)  # of the bands but the rarest
+_LAST_RANKS = (100, 1_000, 10_000)  # last rank of each band; the rarest band has none
 _TOP = 5
 
 

@@ -40,7 +40,7 @@ from pretrain.tasks.mlm.head_figures import unigram
 GUESSING = "guessing"  # the row of plain guesses
 _ROWS = 32  # at a time
 _LOGITS = 1 << 25  # at a time
-Sums = tuple[HeadSums, HeadSums]  # of a model, and of its teacher
+Sums = tuple[HeadSums, HeadSums]  # a model's, and its teacher's
 
 
 def evaluate_heads(
@@ -216,7 +216,7 @@ class _MaskedRows:
 
 
 def _layers(student: MaskedLM, teacher: MaskedLM | None) -> list[tuple[int, int]]:
-    """Return each layer of a student with the teacher's it is compared with; none of other width.
+    """Return (student layer, teacher layer) pairs that are compared; none if widths differ.
 
     They are those that a student of its depth would be copied from.
     """

@@ -62,12 +62,12 @@ class Inputs:
     state: TrainState
     student: MaskedLM
     terms: tuple[Term, ...]
-    adapters: nn.ModuleDict  # of the objective
-    examples: Examples  # of the task: what it reads besides the rows
+    adapters: nn.ModuleDict  # the objective's modules
+    examples: Examples  # what the task reads besides the rows
     optimizer: dict[str, Tensor]
     dataset: StepDataset
     tokenizer: dict[str, bytes]  # its files, by name
-    notes: tuple[str, ...]  # of its first start, for the card
+    notes: tuple[str, ...]  # written at its first start, for the card
 
     def names(self, stop_after: int | None) -> dict[str, str]:
         """Return what all ranks must have loaded identically; only paths may differ."""
@@ -347,8 +347,8 @@ def branch_point(run: Path, config: Optimizer, steps: int, warn: Callable[[str],
         warn: receives checkpoints that do not verify.
 
     Raises:
-        RunError: it has none, another version wrote it, or this run's schedule has ended there or
-            is still in its warm-up.
+        RunError: it has none, a different version wrote it, or this run's schedule has ended there
+            or is still in its warm-up.
     """
     saved = checkpoint.newest(run / "checkpoints", warn)
     if saved is None:
@@ -395,7 +395,7 @@ def check_same_run(
     saved: Saved,
     may_change: Sequence[str] = (),
 ) -> None:
-    """Refuse to continue a checkpoint with another recipe, other data or another teacher."""
+    """Refuse to continue a checkpoint with another recipe, other data or a different teacher."""
     # A sealed file of this format has all keys, unless another program wrote it.
     if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
@@ -404,7 +404,7 @@ def check_same_run(
         changes.append(f"the shards in {config.shards} have changed")
     before_sha256 = (saved.state["teacher"] or {}).get("sha256")
     if teacher is not None and before_sha256 not in (None, teacher.sha256):
-        changes.append(f"the teacher {teacher.name} has other weights")
+        changes.append(f"the teacher {teacher.name} has different weights")
     changes += examples.changes(saved.state)
     if changes and may_change:
         raise RunError(

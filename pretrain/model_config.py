@@ -18,7 +18,7 @@ OF_INIT = (
 class Model(Keys):
     """Hold the model that `objective: mlm` trains, with sizes named as in `BertConfig`.
 
-    It may also be the student of objective embedding, whose teacher may have another vocabulary.
+    It may also be the student of objective embedding; its teacher may have a different vocabulary.
 
     It is random, or with `init`, a folder, a run or a hub's name, an existing one that is trained
     on: domain-adaptive pretraining. An existing model keeps its sizes. If it

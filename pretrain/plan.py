@@ -174,12 +174,12 @@ class Plan(NamedTuple):
 
     student: Sizes | None  # None where a hub's name hides it
     lines: tuple[str, ...]  # to show, in plain words
-    step_flop: float | None = None  # of a step, where sizes and rows are known
+    step_flop: float | None = None  # work of a step, where sizes and rows are known
     step_tokens: float = 0.0  # the mean of steps
     steps: int = 0  # after the last checkpoint
     disk: int = 0  # bytes of its checkpoints
     teacher: Sizes | None = None
-    rows: Planned | None = None  # of the shards, where they are known
+    rows: Planned | None = None  # rows of the shards, where they are known
 
     @property
     def flop(self) -> float | None:

@@ -38,13 +38,13 @@ class ReplayedRow:
 
     index: int  # in the global batch: 0 to G - 1
     rank: int
-    micro_batch: int  # of its rank, from 0
+    micro_batch: int  # number within its rank, from 0
     epoch: int  # from 0
     row: int  # in the train split of the shards
     input_ids: NDArray[np.int64]  # [L], corrupted
     positions: NDArray[np.int64]  # [M], ascending
     labels: NDArray[np.int64]  # [M], the original ids
-    skipped: bool  # left out by --skip-rows: padding alone, no masks
+    skipped: bool  # left out by --skip-rows: only padding, no masks
 
     @property
     def shown(self) -> NDArray[np.int64]:
@@ -202,8 +202,8 @@ def _plan(
     """Return the replay of a step of the run with this checkpoint's state; it skips no rows yet.
 
     Raises:
-        RunError: another version's state, other shards, no such step, or batches that do not
-            divide.
+        RunError: the state is of a different version, the shards have changed, there is no such
+            step, or batches do not divide.
         CorpusError: the shards cannot be opened.
     """
     try:
@@ -218,7 +218,7 @@ def _plan(
     opened = open_shards(shards or config.shards)
     if digest != opened.manifest.digest:
         raise RunError(
-            f"{opened.folder}: holds other shards (digest {opened.manifest.digest[:16]}) than "
+            f"{opened.folder}: holds different shards (digest {opened.manifest.digest[:16]}) than "
             f"{run} read ({digest[:16]}); name the folder that it read with --shards"
         )
     order = Order(len(opened), train.global_batch_size, train.seed)
@@ -252,7 +252,7 @@ def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
     from pretrain.data.rows import Skip, with_skip
     from pretrain.monitor import metrics
 
-    # A checkpoint knows the skips up to its step. Later ones stand in metrics.jsonl alone.
+    # A checkpoint knows the skips up to its step. Later ones are only in metrics.jsonl.
     skips = tuple(Skip(*values) for values in saved.state.get("skip_rows", ()))
     path = run / "metrics.jsonl"
     try:

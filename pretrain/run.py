@@ -63,7 +63,7 @@ class Run:
     state: TrainState
     ended: Ended = "up to date"
     micro_batch: dict[str, Any] | None = None
-    notes: tuple[str, ...] = ()  # of its first start, for the card
+    notes: tuple[str, ...] = ()  # written at its first start, for the card
 
     @property
     def before_decay(self) -> bool:

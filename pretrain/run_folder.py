@@ -163,7 +163,7 @@ def check_run(run: Path) -> None:
 def onnx_file(path: Path) -> Path | None:
     """Return the ONNX file that a path stands for; None if it is no such path.
 
-    It is the file, its folder, or an export without other weights.
+    It is the file, its folder, or an export with no other weights.
     """
     if path.suffix == ".onnx":
         return path if path.is_file() else None
@@ -245,7 +245,7 @@ def check_source(key: str, name: str) -> None:
     if path.is_file():
         raise RunError(f"{key} {name}: a file; give the folder that holds config.json and weights")
     # A hub's name has one slash at most, so anything else must be a folder here. A student
-    # continues from a folder alone.
+    # continues only from a folder.
     is_path = path.is_dir() or name.count("/") > 1 or name.startswith((".", "/", "~"))
     is_path = is_path or ("/" in name and path.parent.is_dir())  # beside other folders
     if (is_path or key == "student.init") and not (path / "config.json").exists():
@@ -261,7 +261,7 @@ def _has_checkpoint(folder: Path) -> bool:
 def recorded(folder: Path) -> RunConfig | None:
     """Return the config that a run has written; None if there is none."""
     try:
-        # Of a regular file alone: a pipe would block, and a huge file fill the memory.
+        # Only from a regular file: a pipe would block, and a huge file fill the memory.
         data = read_regular(folder / "config.json", _LONGEST_CONFIG)
         return RunConfig.model_validate_json(data)
     except (OSError, ValueError, RecursionError):
@@ -269,7 +269,7 @@ def recorded(folder: Path) -> RunConfig | None:
 
 
 def has_other_shards(run: Path, digest: str) -> bool:
-    """Return whether a run's newest checkpoint is of other shards than those with this digest."""
+    """Return whether a run's newest checkpoint was made from shards with a different digest."""
     sealed = sealed_state(run)
     return sealed is not None and sealed[1].get("shards") != digest
 

@@ -94,8 +94,8 @@ def evaluate_tasks(
     """Return the figures of models on a task's examples, by name; the teacher's come first.
 
     Raises:
-        RunError, CorpusError: a model has no head for the task, its labels are in another order,
-            its tokenizer is not the shards', or the split has no labels.
+        RunError, CorpusError: a model has no head for the task, its labels have a different
+            order, its tokenizer is not the shards', or the split has no labels.
     """
     manifest = check(shards)
     found: dict[str, dict[str, Figure]] = {}

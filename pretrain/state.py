@@ -23,7 +23,7 @@ class TrainState:
     skip_rows: tuple[Skip, ...] = ()
     evaluation: dict[str, float] = field(default_factory=dict)  # the newest validation figures
     evaluation_step: int = 0
-    scaler: dict[str, Any] | None = None  # of fp16's loss scale
+    scaler: dict[str, Any] | None = None  # state of fp16's loss scale
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> TrainState:

@@ -32,7 +32,7 @@ _DROPOUT = 3  # this use of the seed; order and masking have other numbers
 class Step(NamedTuple):
     """Hold the figures of one optimizer step; the same on every rank."""
 
-    counts: dict[str, int]  # of the task
+    counts: dict[str, int]  # the task's own counts
     weights: list[float]  # [T] of the terms, at this step
     totals: list[float]  # [T] each term's sum
     grad_norm: float  # before clipping; not finite if no update was made

@@ -211,7 +211,7 @@ def warm_up(run: Run) -> None:
     """Run one backward pass and discard its gradients, so that a resumed run repeats its bits.
 
     DDP reorders its buckets after the first backward pass of a process. With three ranks or more
-    another order of summation gives other bits. ZeRO's buckets keep their order.
+    a different order of summation gives other bits. ZeRO's buckets keep their order.
     """
     if run.accelerator.num_processes > 1 and isinstance(run.parallel, DDP):
         inputs = micro_batches(run, run.dataset[run.state.step])[0].to(run.accelerator.device)

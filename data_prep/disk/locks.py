@@ -253,7 +253,7 @@ class _Contender:
                 continue
             try:
                 self.path(newest + 1).open("xb").close()
-            except FileExistsError:  # of several contenders one creates it, the others look again
+            except FileExistsError:  # one contender creates it, the others look again
                 known = newest + 1
                 continue
             except FileNotFoundError:  # the folder was removed: numbers start again

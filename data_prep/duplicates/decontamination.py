@@ -176,7 +176,7 @@ def save(contamination: Contamination, path: Path) -> None:
 
 
 def load(path: Path) -> Contamination:
-    """Load an index that `save` wrote; CorpusError if it is damaged or of another version."""
+    """Load an index that `save` wrote; CorpusError if it is damaged or of a different version."""
     try:
         with safe_open(path, framework="numpy") as file:
             about = json.loads(file.metadata()["contamination"])
@@ -194,7 +194,7 @@ def load(path: Path) -> Contamination:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CorpusError(f"{path}: no index of evaluation files ({error}): delete it") from error
     if not same:
-        raise CorpusError(f"{path}: written by another version of this code: delete it")
+        raise CorpusError(f"{path}: written by a different version of this code: delete it")
     return Contamination(names, sizes, texts, short, by_length)
 
 

@@ -20,7 +20,7 @@ from data_prep.duplicates import minhash
 Pairs = npt.NDArray[np.int64]  # [n, 2], item numbers over the whole corpus, the smaller first
 HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("item", "<u4")])
 CHUNK = 2**16  # items, half a kilobyte of signature each
-SIGNATURE_CHARACTERS = 2**22  # of text whose signatures are computed at once
+SIGNATURE_CHARACTERS = 2**22  # characters whose signatures are computed together
 PAIRS_AT_ONCE = 2**16  # a kilobyte of signatures each
 
 

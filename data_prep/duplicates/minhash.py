@@ -29,7 +29,7 @@ Words = npt.NDArray[np.uint64]
 SHINGLE = 5
 NUM_PERMUTATIONS = 128  # a power of two: rensa is fastest with one
 NUM_BANDS = 21
-ROWS = 6  # 21 * 6 = 126: two slots serve `similarity` alone
+ROWS = 6  # 21 * 6 = 126: two slots serve only `similarity`
 
 WORDS = "words 1"  # goes up when `word_hashes` returns other hashes
 

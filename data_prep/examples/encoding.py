@@ -53,7 +53,7 @@ class Example(NamedTuple):
     text: str
     pair: str | None
     labels: dict[str, Any]  # label, score, probs, tags of words, or answers
-    spare: bool = False  # of `unlabelled`: left out if it is too long
+    spare: bool = False  # from `unlabelled`: left out if it is too long
 
 
 class Row(NamedTuple):
@@ -74,7 +74,7 @@ class Examples:
     def __init__(self, config: ExamplesConfig, tokens: Tokens) -> None:
         self.config, self.columns, self.tokens = config, config.task, tokens
         self.labels, self.left_out, self.lost = config.task.labels, 0, 0
-        self._secret = self._soft = False  # of the file that is read: see `read`
+        self._secret = self._soft = False  # known once a file is read: see `read`
         # Then a number in a file is the place of a label, as the Hub's files have it.
         named = config.task.labels
         self._words = bool(named) and not any(label.isdecimal() for label in named)
@@ -401,7 +401,7 @@ class Examples:
         found = np.full(len(encoding.ids), IGNORE, dtype=np.int16)
         if not labels:
             return found
-        ends = np.cumsum([len(word) + 1 for word in labels["words"]]) - 1  # of each word
+        ends = np.cumsum([len(word) + 1 for word in labels["words"]]) - 1  # the end of each word
         last = -1
         for place, (begin, end) in enumerate(encoding.offsets):
             if encoding.special_tokens_mask[place] or begin == end:

@@ -37,8 +37,8 @@ from data_prep.shards.writing import file_record, write_batch
 from data_prep.tokens import Tokens, load
 
 BEHAVIOUR = 4  # raised when the same files would give other bytes
-_MULTIPLE = 8  # of tokens, that a row is long
-_LETTERS = 4.5  # of a token, for an estimate
+_MULTIPLE = 8  # a row's length is a multiple
+_LETTERS = 4.5  # letters of a token, for an estimate
 _BY_TEXT = ("question_answering", "similarity")  # measured on texts, not on rows
 
 
@@ -47,7 +47,7 @@ def make_examples(config: ExamplesConfig, warn: Callable[[str], None]) -> tuple[
 
     Raises:
         CorpusError: a file, a column, a label or the length of an example cannot be used, or the
-            folder holds other shards; names the key and the fix.
+            folder holds different shards; names the key and the fix.
         OSError: the disk is full or read-only.
     """
     tokens = load(config.tokenizer)
@@ -64,7 +64,7 @@ def make_examples(config: ExamplesConfig, warn: Callable[[str], None]) -> tuple[
     with lock(work / "locks", "examples", output=folder):
         place = work / "made"
         if place.exists():
-            shutil.rmtree(place)  # of an interrupted start
+            shutil.rmtree(place)  # left by an interrupted start
         place.mkdir()
         manifest = _make(config, content, tokens, place, warn)
         names = sorted(entry.name for entry in place.iterdir())
@@ -140,7 +140,7 @@ def _finished(config: ExamplesConfig, content: dict[str, Any], tokens: Tokens) -
     there["tokenizer"] = manifest.tokenizer.fingerprint
     wanted["licence"], there["licence"] = config.licence, manifest.sources[0].licence
     if differing := sorted(k for k in wanted.keys() | there if wanted.get(k) != there.get(k)):
-        what = {"sha256": "other files", "behaviour": "another version of this program"}
+        what = {"sha256": "other files", "behaviour": "a different version of this program"}
         raise CorpusError(
             f"{folder}: holds shards of {what.get(differing[0], f'another {differing[0]}')}: "
             "choose another output, or remove the folder"

@@ -72,7 +72,7 @@ def class_name(where: str, column: Any, value: Any) -> str:
 
 
 def folded(text: str) -> str:
-    """Return what is equal of texts that differ in case, white space or forms of Unicode alone."""
+    """Return what is equal of texts that differ only in case, white space or forms of Unicode."""
     text = unicodedata.normalize("NFKC", _UNSEEN.sub("", text))
     return " ".join(text.casefold().split())
 

@@ -2,7 +2,7 @@
 
 `behaviour` is an integer that a developer raises when a stage's bytes change; it decides whether
 finished shards may be kept. `source` is a hash of the stage's modules, without docstrings, comments
-and formatting; the workers of one run must share it, and unfinished work is reused under it alone.
+and formatting; the workers of one run must share it, and unfinished work is reused only under it.
 tests/data_prep/test_golden_corpora.py fails when bytes change and `behaviour` does not.
 """
 
@@ -91,7 +91,7 @@ def source_of(module: str, root: Path = _ROOT) -> str:
         path = root.joinpath(*name.split("."))
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         if name in found or name.split(".")[0] != "data_prep" or not path.is_file():
-            continue  # of another package, or what a module defines
+            continue  # from another package, or defined in the module
         found[name], imported = _meaning(path)
         waiting += [name.rpartition(".")[0], *imported]
     return canonical_sha256(sorted(found.items()))

@@ -20,7 +20,7 @@ from data_prep.sources import Piece, Source
 from data_prep.sources.kind import FileSource
 from data_prep.sources.remote import looked_up_once
 
-_BEHAVIOUR = 2  # of all that cuts files; raise it with every change of where they are cut
+_BEHAVIOUR = 2  # version of what cuts files; raise it when they are cut elsewhere
 _LONG = 2e9  # bytes
 
 

@@ -18,7 +18,7 @@ class Run(Protocol):
     """Apply a module-level function to every item; return results in the order of the items.
 
     An item whose function raises CorpusError is set aside, and the others go on; an item whose
-    worker dies is run once more, with no other beside it, by `alone` where that is given.
+    worker dies is run once more, with no other item beside it, by `alone` where that is given.
     FailedError names all that failed at the end, or after many of them. Any other error ends the
     run at once. The report is called in this process, after each result, and may raise.
     """

@@ -32,7 +32,7 @@ def find_finished(
 ) -> list[Manifest] | None:
     """Return the manifests of an output that already holds this corpus; else None.
 
-    CorpusError if it holds another corpus, wholly or in part, or if other code made it, unless
+    CorpusError if it holds another corpus, wholly or in part, or if different code made it, unless
     `accept_code` (which is recorded) and the behaviour is the same. What is damaged is to be made
     again: `warn` says so. Nothing else is changed.
     """
@@ -71,7 +71,7 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
         yield "names or licences of sources differ"
     try:
         units = map(json.loads, read_regular(folder / PROVENANCE).splitlines())
-        # The inputs alone: other fields are of the release that wrote them.
+        # Only the inputs: other fields depend on the release that wrote them.
         read = [InputRecord.model_validate(values) for unit in units for values in unit["inputs"]]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return  # `verify` will find it
@@ -129,7 +129,7 @@ def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) ->
     if there is None:
         difference = "by a release that did not record its code"
     else:
-        difference = f"by other code of the same behaviour: {there.differences(here)}"
+        difference = f"by different code of the same behaviour: {there.differences(here)}"
     raise CorpusError(
         f"{folder}: made {difference} ({versions}): keep the shards with `distil prepare CONFIG "
         "--accept-code`, or use another `output`"
@@ -167,7 +167,7 @@ def open_work(plan: Plan) -> None:
     if not isinstance(tokenizer, TrainTokenizer):
         read.add(str(tokenizer.vocab if isinstance(tokenizer, VocabularyTokenizer) else tokenizer))
     inside = Path(os.path.realpath(output))
-    folder_of = cache(os.path.realpath)  # of many files in one folder
+    folder_of = cache(os.path.realpath)  # many files lie in one folder
     for file in sorted(read):
         folder, name = os.path.split(file.rstrip("/"))
         real = os.path.join(folder_of(folder), name)

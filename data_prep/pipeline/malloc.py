@@ -6,7 +6,7 @@ import ctypes
 import sys
 from collections.abc import Mapping
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 
 
 def return_large_blocks() -> None:

@@ -19,7 +19,7 @@ from data_prep.pipeline.units import NamedPiece, Unit, UnitRecord
 from data_prep.shards.manifest import TokenizerRecord
 from data_prep.tokens import load
 
-PART_BYTES = 32 * 2**20  # of text, before it is tokenised into a shard
+PART_BYTES = 32 * 2**20  # bytes of text, before it is tokenised into a shard
 # As stored. Reading is slower than packing, inputs may be compressed, and the last units of a stage
 # keep few workers busy: these are smaller.
 PIECE_BYTES = 5 * 2**20
@@ -141,7 +141,7 @@ class Plan:
             if missing and (others := self.of_other_code(stage)):
                 raise CorpusError(
                     f"{self.config.output}: {len(others)} of {len(found)} units of stage {stage} "
-                    f"were made by other code ({others[min(others)]}): go on with that code, or "
+                    f"were made by different code ({others[min(others)]}): use that code, or "
                     f"run `distil prepare CONFIG --stage {stage}` again with this"
                 )
             if missing:
@@ -153,7 +153,7 @@ class Plan:
         return self._records[stage]
 
     def of_other_code(self, stage: str) -> dict[int, str]:
-        """Return the numbers of the units that other code left on disk, and how it differs."""
+        """Return the numbers of the units that different code left on disk, and how it differs."""
         found = dict[int, str]()
         for unit in self.units(stage):
             if self.store is None:

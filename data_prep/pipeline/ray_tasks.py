@@ -23,7 +23,7 @@ from data_prep.pipeline.store import Store
 
 _MEMORY = 2**30  # bytes that a task asks a cluster for
 _AT_ONCE = 1000  # tasks that Ray holds, or two for each core of a larger cluster
-_TOKEN = secrets.token_hex(32)  # of all clusters that this process starts: Ray reads it once
+_TOKEN = secrets.token_hex(32)  # for all clusters that this process starts: Ray reads it once
 _seen = set[str]()  # markers that this process has seen
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from data_prep import CorpusError
 
-Function = Callable[[Any], Any]  # of a module, so that processes can import it
+Function = Callable[[Any], Any]  # defined in a module, so that processes can import it
 Report = Callable[[int, Any], None]  # (number of an item, its result), after each
 MANY, FIRST = 100, 10  # failures, after which the rest is not tried; when nothing has succeeded
 

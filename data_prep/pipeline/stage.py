@@ -53,7 +53,7 @@ class Stage:
 
 
 def group(sizes: Sequence[int], limit: int) -> list[range]:
-    """Join consecutive items into groups of at most `limit`; a larger item stands alone."""
+    """Join consecutive items into groups of at most `limit`; a larger item is its own group."""
     groups: list[range] = []
     start, total = 0, 0
     for item, size in enumerate(sizes):

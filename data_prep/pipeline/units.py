@@ -81,7 +81,7 @@ class Unit:
     code: Code
     upstream: tuple[str, ...]
     folder: Path  # written under a temporary name next to it, then renamed
-    pieces: tuple[NamedPiece, ...]  # of the input; later stages read what earlier ones wrote
+    pieces: tuple[NamedPiece, ...]  # pieces of the input; later stages read what earlier ones wrote
 
     def record(self, any_code: bool = False) -> UnitRecord | None:
         """Return the valid record that this (or any) code left of this very unit, else None."""
@@ -118,7 +118,7 @@ class Unit:
 def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> UnitRecord:
     """Run a unit unless it is finished, with `function(task, folder)`; return its record.
 
-    CorpusError if this worker would make it with other code than it was planned with.
+    CorpusError if this worker would make it with different code than it was planned with.
     """
     places = "where the command was given", "in the worker"
     if difference := unit.code.differences(code_of(unit.stage), places):

@@ -65,7 +65,7 @@ def last_seen(home: Path, unit: str = "", since: float = 0) -> list[str]:
     """
     documents = []
     for file in sorted(home.glob(f".{unit}-*/{FILE}" if unit else f".*/{FILE}")):
-        with suppress(FileNotFoundError):  # of a worker that has finished meanwhile
+        with suppress(FileNotFoundError):  # its worker has finished meanwhile
             if file.parent.stat().st_ctime >= since - 2:
                 documents.append(file.read_bytes().split(b"\0")[0].decode(errors="replace"))
     return documents

@@ -31,7 +31,7 @@ FORMAT_VERSION: Literal[2] = 2
 BLOCK_BYTES = 2**20  # verified at the first read of a row in them: a start reads no whole shard
 MANIFEST = "manifest.json"
 TOKEN_COUNTS = "token_counts.json"
-EXAMPLES = "examples"  # of the content of a task's shards: the keys of its file, and its labels
+EXAMPLES = "examples"  # in the content of a task's shards: its file's keys, and its labels
 AGAIN = "restore it, or run `distil prepare` again with another `output`"
 
 FROZEN = ConfigDict(frozen=True, extra="forbid")
@@ -116,12 +116,12 @@ class SourceRecord(BaseModel):
     licence: str
     documents_in: Count
     documents_kept: Count
-    documents_validation: Count  # of those kept
+    documents_validation: Count  # documents that were kept
     dropped: dict[str, Count]
     noted: dict[str, Count]
     leftovers: dict[str, Count]
     contaminated: dict[str, Count]
-    characters: Count  # of the documents kept, after cleaning
+    characters: Count  # in the kept documents, after cleaning
 
 
 class EvaluationRecord(BaseModel):
@@ -169,7 +169,7 @@ class Manifest(BaseModel):
     created_by: dict[str, str]
     normaliser: str = ""  # in words, for people; the fingerprint covers it
     evaluation: dict[str, EvaluationRecord] = {}  # files of `decontaminate`, by name
-    unknown: UnknownRecord | None = None  # of a corpus with many unknown tokens
+    unknown: UnknownRecord | None = None  # set for a corpus with many unknown tokens
     self_sha256: Sha256
 
     @property

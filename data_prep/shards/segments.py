@@ -58,7 +58,9 @@ class Segments:
                 f"manifest says {split.segments}: {AGAIN}"
             )
         self._starts = np.cumsum([0, *sizes])  # the first segment of each shard, and the end
-        self._first = np.empty(len(shards) + 1, dtype=np.int64)  # of each row, and the end
+        self._first = np.empty(
+            len(shards) + 1, dtype=np.int64
+        )  # first segment of each row, and the end
         self._first[shards.starts] = self._starts
         self._whole = np.empty(split.segments, dtype=bool)
         self._read = np.zeros(len(sizes), dtype=bool)  # shards whose part of these is filled in

@@ -20,7 +20,7 @@ from data_prep.sources.records import Record, RecordSource
 from data_prep.sources.remote import is_remote, reached
 from data_prep.sources.row_groups import RowGroups
 
-_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of batches
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream of batches
 
 Value = TypeVar("Value")
 
@@ -199,7 +199,7 @@ class HuggingFace(RecordSource):
             for path in paths:
                 _check_end(path)
             if state.get("_indices_files"):
-                paths = []  # rows in another order than in the files
+                paths = []  # rows in a different order than in the files
         else:
             builder = self._builder(whole)
             stream = builder.as_streaming_dataset(split=self.split)

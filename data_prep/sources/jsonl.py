@@ -15,7 +15,7 @@ from data_prep.sources.files import LONG_LINE, Piece, lines
 from data_prep.sources.records import RecordSource
 
 _FIELDS_SHOWN = 100  # characters
-_RECORDS = 100  # of a file, which are read for their fields
+_RECORDS = 100  # so many records of a file are read for their fields
 
 
 class Jsonl(RecordSource):

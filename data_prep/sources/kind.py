@@ -61,7 +61,7 @@ class SourceKind(Keys):
     def inputs(self, limit: int) -> Sequence[Piece]:
         """Return the inputs in order, cut into pieces of about `limit` bytes where possible.
 
-        The result depends on the files and `limit` alone. Raises CorpusError if there are none.
+        The result depends only on the files and `limit`. Raises CorpusError if there are none.
         """
 
     def check(self, pieces: Sequence[Piece]) -> None:
@@ -105,7 +105,7 @@ class FileSource(SourceKind):
         return find_files(self.path, self.patterns)
 
     def cut(self, file: Piece, limit: int) -> list[Piece]:
-        """Return a file in pieces; the result depends on its content and `limit` alone."""
+        """Return a file in pieces; the result depends only on its content and `limit`."""
         return byte_ranges(file, limit) if self.by_range else [file]
 
     def cut_by(self, file: Piece) -> str:

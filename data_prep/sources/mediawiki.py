@@ -43,7 +43,7 @@ class _Dump:
     pages: list[_Page] = field(default_factory=list)
     num_pages: int = 0
     fields: dict[str, str] = field(default_factory=dict)
-    texts: list[str] | None = None  # of the element being read, if it is of interest
+    texts: list[str] | None = None  # text of the element being read, if it is wanted
     size: int = 0
     limit: int = 0
     namespace_key: str = ""

@@ -27,7 +27,7 @@ from data_prep.sources.kind import SourceKind
 
 _STDLIB = "python"
 _MIN_PROSE = 200  # characters below which a module's documentation is not a document
-_MIN_WORDS = 4  # of a block
+_MIN_WORDS = 4  # shorter blocks are left out
 _SKIPPED_FOLDERS = frozenset(("test", "tests", "testing", "_vendor", "site-packages", "idlelib"))
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MAX_SOURCE = 1 << 22  # bytes of a source file

@@ -14,7 +14,7 @@ AT_ONCE = 16  # blocks of a request
 KEPT = 64  # blocks: a piece is read twice, for its hash and for its documents
 PAUSES = (0.5, 2.0, 8.0, 32.0)  # seconds before each further attempt
 _FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-_kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()  # of this process
+_kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()  # kept for this process
 
 
 class Ranges(io.RawIOBase):

@@ -238,7 +238,7 @@ def reached(url: str, what: str = "cannot be read") -> Iterator[tuple[Any, str]]
         raise
     except Exception as error:  # each store has its own
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            raise  # of this machine
+            raise  # an error of this machine
         raise failed(url, error, what) from None  # the cause may hold a signed URL
 
 

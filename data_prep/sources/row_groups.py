@@ -75,7 +75,7 @@ class Parquet(RecordSource):
     kind: Literal["parquet"] = "parquet"
 
     def cut(self, file: Piece, limit: int) -> list[Piece]:
-        """Return row groups, together of about `limit` decompressed bytes; reads the footer alone.
+        """Return row groups, together of about `limit` decompressed bytes; reads only the footer.
 
         A file that is damaged, or lacks a column, is whole: its unit says so.
         """

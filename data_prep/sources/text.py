@@ -104,7 +104,7 @@ class Sentences(FileSource):
     kind: Literal["sentences"] = "sentences"
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
-        """Yield runs of sentences, at most 1,000 lines each; a bad line is rejected alone."""
+        """Yield runs of sentences, at most 1,000 lines each; only the bad line is rejected."""
         name = self.input_name(piece)
         for run in _runs(piece, max_lines=_SENTENCES):
             result = _decoded(run, name)
@@ -123,7 +123,7 @@ def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run]:
     A piece owns the runs from its first border up to the first border past its end. No run crosses
     a border. Borders are the file's beginning and blank lines. To cut a file without blank lines,
     too, the first line to begin at or after a multiple of CELL is a border if no blank line begins
-    in the CELL bytes before that. All of this depends on the file alone, not on pieces.
+    in the CELL bytes before that. All of this depends only on the file, not on pieces.
     """
     start, end = piece.start, piece.end
     mine = False

@@ -24,8 +24,8 @@ _TEXTS = (
     " x\u200by a\u00a0b don't x-y (1,000) \u2026",
 )
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
-_WORDS = 400  # of the vocabulary, evenly spaced
-_MARKS = "\u2581\u0120#"  # of pieces that begin a word, or go on in it
+_WORDS = 400  # so many words of the vocabulary, evenly spaced
+_MARKS = "\u2581\u0120#"  # they mark pieces that begin or continue a word
 
 
 def check_agreement(
@@ -51,7 +51,7 @@ def check_agreement(
         with as_value_errors():
             loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         theirs = loaded.backend_tokenizer
-    except Exception as error:  # of many kinds
+    except Exception as error:  # many kinds of errors
         if not named:
             return
         raise CorpusError(
@@ -99,7 +99,7 @@ def _texts(folder: Path, backend: Any, theirs: Any) -> Iterator[str]:
         if (folder / name).is_file()
     )
     for token in theirs.get_added_tokens_decoder().values():
-        if token.content not in added and token.content in said:  # not of a class alone
+        if token.content not in added and token.content in said:  # not only a class
             yield f"x{token.content}y {token.content}"
 
 

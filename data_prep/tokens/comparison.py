@@ -9,7 +9,7 @@ from data_prep.shards import Manifest
 from data_prep.tokens import load, of_shards
 from data_prep.tokens.fast import PROBE
 
-_WORDS = 1000  # of the vocabulary, in title case and with accents
+_WORDS = 1000  # so many words of the vocabulary, in title case and with accents
 
 
 def difference(folder: Path, shards: Path, manifest: Manifest) -> str:

@@ -141,7 +141,7 @@ def read_vocabulary(path: Path) -> list[str]:
 
 
 def normalizer(normalization: Normalization, *steps: Any) -> Any:
-    """Return Unicode's normalisation followed by `steps`; one step stands alone."""
+    """Return Unicode's normalisation followed by `steps`; a single step is returned as it is."""
     unicode: dict[str, list[Any]]
     unicode = {"none": [], "nfc": [normalizers.NFC()], "nfkc": [normalizers.NFKC()]}
     # A single step stays what it was before this key: the fingerprint of old corpora depends on it.

@@ -26,7 +26,7 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], settings: TrainWordPiece
     unicode = settings.normalization
     backend.normalizer = normalizer(unicode, normalizers.BertNormalizer(**rules))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    counts = np.zeros(0x110000, dtype=np.int64)  # of each code point
+    counts = np.zeros(0x110000, dtype=np.int64)  # how often each code point occurs
     for piece in (piece for text in texts() for piece in split_text(text)):
         codes = np.frombuffer(backend.normalizer.normalize_str(piece).encode("utf-32-le"), "<u4")
         found, times = np.unique(codes, return_counts=True)
@@ -50,7 +50,7 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], settings: TrainWordPiece
     )
     pieces = (piece for text in texts() for piece in split_text(text))
     backend.train_from_iterator((LONG_WORD.sub(r"\1 ", piece) for piece in pieces), trainer)
-    # The trained tokenizer holds every character as a special token: keep its vocabulary alone.
+    # The trained tokenizer holds every character as a special token: keep only its vocabulary.
     trained = backend.get_vocab(with_added_tokens=True)
     vocabulary = sorted(trained, key=trained.__getitem__)
     assert vocabulary[: len(leading)] == leading

@@ -53,7 +53,7 @@ AcceptCode = Annotated[
     bool,
     typer.Option(
         "--accept-code",
-        help="Keep finished shards that other code of the same behaviour made, and record it.",
+        help="Keep finished shards that different code of the same behaviour made, and record it.",
     ),
 ]
 SkipRows = Annotated[

@@ -19,7 +19,7 @@ from pretrain.monitor.records import append_record, check_record, row
 if TYPE_CHECKING:
     from pretrain.bench.micro_step import Measured
 
-_SPEED = "## Size and speed"  # of a card
+_SPEED = "## Size and speed"  # heading in a card
 
 
 def bench(
@@ -81,12 +81,12 @@ def bench(
     is_given = any((config, overrides, micro_batch, precision))
     if model or card:
         if is_given or self_check or minutes is not None or not model:
-            raise RunError("--model: takes --card and --record alone; leave out the others")
+            raise RunError("--model: takes only --card and --record; leave out the others")
         compare_models(model, card=card, record=record)
         return
     if self_check:
         if is_given:
-            raise RunError("--self-check: takes --minutes and --record alone; leave out the others")
+            raise RunError("--self-check: takes only --minutes and --record; leave out the others")
         check_itself(8.0 if minutes is None else minutes, record)
         return
     if minutes is not None:

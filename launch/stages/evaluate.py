@@ -160,7 +160,7 @@ def measure(
         config = recorded(Path(name))
         same = config is not None and real(config.shards) == real(data)
         if same and has_other_shards(Path(name), load_manifest(data).digest):
-            say(f"note: {name} was trained on other shards than {data} holds now")
+            say(f"note: {name} was trained on different shards than {data} holds now")
     if not data.is_file() and load_manifest(data).has_labels:
         from pretrain.scores import MEANINGS, evaluate_tasks
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from data_prep.shards import Manifest
 
 
-_VOCABULARY = 30522  # of a task's tokenizer, for an estimate of the disk
+_VOCABULARY = 30522  # words of a task's tokenizer, for an estimate of the disk
 
 
 class Prepare(Stage):

@@ -34,9 +34,9 @@ class How:
     """Hold the options of `distil recipe` for stages that start processes."""
 
     launch: Launch | None = None  # as `distil launch` starts a run; otherwise in this process
-    accept_code: bool = False  # of finished shards, as in `distil prepare`
-    tokens: float | None = None  # of shards that do not exist yet and no stage makes, in a dry run
-    price: float | None = None  # of an hour of a GPU, or of a node without GPUs
+    accept_code: bool = False  # keep finished shards of different code, as in `distil prepare`
+    tokens: float | None = None  # in a dry run: tokens of shards that nothing has made or makes
+    price: float | None = None  # price of an hour of a GPU, or of a node without GPUs
 
 
 class Stage(ABC):

@@ -27,7 +27,7 @@ class Written(Compared):
     All keys of the config shape it, but those of `places`.
     """
 
-    name: ClassVar[str]  # of the stage
+    name: ClassVar[str]  # name of the stage
     record: ClassVar[str]  # the file in the output that says what it was made of
     code: ClassVar[int] = 1  # raised when the same inputs would give something else
     places: ClassVar[set[str]] = {"stage", "output", "shards"}
@@ -95,7 +95,7 @@ class Written(Compared):
         quiet()
         target = real(config.output)
         place = target.with_name(f".{target.name}.{self.name}")
-        for old in (place, *target.parent.glob(f".tmp-{place.name}-*")):  # of a killed call
+        for old in (place, *target.parent.glob(f".tmp-{place.name}-*")):  # left by a killed call
             shutil.rmtree(old, ignore_errors=True)
         try:
             write(self.config.model, config.shards, place, **self._settings(), say=show)

@@ -1,6 +1,6 @@
 """Run torchrun until a run has ended; show one cause of a failure, restart, return an exit code.
 
-torchrun alone returns 1 however its ranks end, shows the tracebacks of all ranks at once, waits
+torchrun itself returns 1 however its ranks end, shows the tracebacks of all ranks at once, waits
 forever for a stopped rank and listens on every network interface.
 """
 
@@ -157,7 +157,7 @@ def _new_folder(root: Path, host: str) -> Path:
 
 @contextmanager
 def _scratch() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Make a temporary folder for this user alone; yield it and the environment that uses it.
+    """Make a temporary folder for only this user; yield it and the environment that uses it.
 
     As TMPDIR it also collects the files that killed ranks leave, and takes them with it.
     """

@@ -64,7 +64,7 @@ class Beat:
 class Watch:
     """Hold the state of all ranks at the last look."""
 
-    folder: Path  # of heartbeats
+    folder: Path  # where the heartbeats are
     logs: Path
     beats: dict[int, Beat] = field(default_factory=dict)
     silence: dict[int, float] = field(default_factory=dict)  # seconds without a new beat

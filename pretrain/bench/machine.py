@@ -20,7 +20,7 @@ from torch import Tensor
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.cpu_layers import have_product, product
 
-_SIZES = {"cpu": 1024}  # of the matrices whose product shows a processor's peak
+_SIZES = {"cpu": 1024}  # width of matrices whose product shows a processor's peak
 _PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy")
 
 

@@ -43,7 +43,7 @@ from pretrain.tasks.mlm.masking import Masking
 PAD, CLS, SEP, MASK = 0, 101, 102, 103
 # BERT's sizes, where neither shards nor a teacher say others.
 LENGTH, VOCABULARY = 512, 30522
-SIZES = (*Sizes._fields[1:], "max_position_embeddings")  # of a model that is built from a config
+SIZES = (*Sizes._fields[1:], "max_position_embeddings")  # sizes in `model:` of a config
 
 
 class Rows(NamedTuple):

@@ -75,7 +75,7 @@ def commit(
         if not root.exists():
             root.mkdir(parents=True)
             sync(root.parent)
-        for leftover in root.glob(f"{_TEMPORARY}*"):  # of processes that have ended
+        for leftover in root.glob(f"{_TEMPORARY}*"):  # left by processes that have ended
             shutil.rmtree(leftover, ignore_errors=True)
     # A unique name: a process that was wrongly taken for dead may still write to its own.
     temporary = root / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
@@ -145,7 +145,7 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
     Of the checkpoints up to this step the newest `keep` stay, the one with the lowest validation
     loss, and one before a decay of the learning rate, which other runs may continue from. Later
     ones did not verify when the run was resumed; each is replaced at its step. Checkpoints that are
-    damaged or of another version are neither counted nor removed.
+    damaged or of a different version are neither counted nor removed.
 
     Raises:
         OSError: a pointer was not written or a folder not removed; all checkpoints are whole.

@@ -54,7 +54,7 @@ def _pointer(root: Path) -> tuple[int, int, bytes] | None:
     try:
         with (root / LATEST).open("rb") as file:
             status = os.fstat(file.fileno())
-            # The text alone would not show that it was replaced by the same name.
+            # Its text would not show that it was replaced by the same name.
             return status.st_ino, status.st_mtime_ns, file.read()
     except OSError:
         return None

@@ -67,7 +67,7 @@ def newest(root: Path, warn: Callable[[str], None], last: int | None = None) -> 
     With `last`, only checkpoints of at most that step count.
 
     Raises:
-        RunError: no checkpoint verifies, or one is of another version.
+        RunError: no checkpoint verifies, or one is of a different version.
     """
     skipped: set[Path] = set()
     # List again each time: a running training may remove one while it is read here.
@@ -128,7 +128,7 @@ def verify(folder: Path) -> str | None:
     """Return the fault of a checkpoint, or None.
 
     Raises:
-        RunError: it is whole, but of another version.
+        RunError: it is whole, but of a different version.
     """
     try:
         read_state(folder)
@@ -146,7 +146,7 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
 
     Raises:
         DamagedError: a file is missing, altered or foreign.
-        RunError: the checkpoint is whole, but of another version.
+        RunError: the checkpoint is whole, but of a different version.
     """
     try:
         try:
@@ -158,7 +158,7 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
         # The manifest seals itself: write it again from its values and compare every byte.
         if data != manifest_bytes(values):
             raise DamagedError(f"{MANIFEST} was altered")
-        # After the seal, so that damage is not reported as another version.
+        # After the seal, so that damage is not reported as a different version.
         if values["format"] != FORMAT:
             raise RunError(
                 f"{folder}: written in checkpoint format {values['format']}, this version reads "

@@ -48,9 +48,9 @@ class Shape(NamedTuple):
     """Hold the sizes of an encoder, which config.json gives before any weights are read."""
 
     num_layers: int
-    hidden_size: int  # of query, key and value, too, with all heads side by side
+    hidden_size: int  # also the width of query, key and value, all heads side by side
     num_heads: int
-    vector_size: int = 0  # of a teacher's sentence vectors; 0 where none are compared
+    vector_size: int = 0  # width of a teacher's sentence vectors; 0 where none are compared
 
 
 class Signal(NamedTuple):
@@ -68,7 +68,7 @@ class Encoded(NamedTuple):
 
     last_hidden_state: Tensor  # [B, L, D], after the encoder's final norm where it has one
     signals: Mapping[Signal, Tensor] = {}  # [B, L, D], those that the terms name
-    task_logits: Tensor | None = None  # of a task's head: [E, C] or [E, P, C]
+    task_logits: Tensor | None = None  # output of a task's head: [E, C] or [E, P, C]
 
 
 class VocabularyTerm(NamedTuple):
@@ -85,7 +85,7 @@ class VocabularyTerm(NamedTuple):
     values: Callable[[Tensor, Tensor | None, Tensor], Tensor]
     needs_teacher: bool
     fused: Literal["kl", "cross_entropy"] | None = None  # the LM head computes this formula
-    temperature: float = 1.0  # of the fused formula
+    temperature: float = 1.0  # temperature in the fused formula
 
 
 class SignalTerm(NamedTuple):

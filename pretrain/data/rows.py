@@ -195,7 +195,7 @@ def explained_workers(shards: ShardSet) -> Iterator[None]:
     except (RuntimeError, ConnectionError, EOFError) as error:
         crash: Exception = error
         # The connection broke because its worker ended. Wait for torch's own error about that
-        # worker. A broken connection alone would be taken for a mistake that the user can fix.
+        # worker. On its own, a broken connection would look like a mistake of the user.
         if not isinstance(error, RuntimeError):
             crash = RuntimeError(f"a loader worker ended while it sent rows ({error})")
             try:

@@ -18,7 +18,7 @@ class Onnx:
 
     int8: bool = False
     fp16: bool = False
-    max_drop: float = 0.005  # of quality, by int8
+    max_drop: float = 0.005  # largest fall of the quality by int8
     data: Path | None = None  # shards or a table of pairs; of a run its shards, if they are there
 
 

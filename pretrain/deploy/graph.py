@@ -56,8 +56,8 @@ from pretrain.model.prune import cut_zero_heads
 from pretrain.model.sentences import read_head
 
 OPSET = 20  # the first with Gelu as one operator
-LIMITS = {"fp32": 1e-4, "fp16": 1e-2}  # of a difference, by the largest value of PyTorch's output
-_MOST_BYTES = 2**31 - 2**26  # of a protobuf message, with room for the graph
+LIMITS = {"fp32": 1e-4, "fp16": 1e-2}  # largest difference, relative to PyTorch's largest output
+_MOST_BYTES = 2**31 - 2**26  # limit of a protobuf message, with room for the graph
 _KINDS = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"} | dict.fromkeys(
     (TensorProto.INT8, TensorProto.UINT8), "int8"
 )
@@ -247,7 +247,7 @@ def to_fp16(source: Path, file: Path, metadata: Mapping[str, str]) -> None:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of constants that are out of fp16's range
+        warnings.simplefilter("ignore")  # constants beyond fp16's range
         model = convert_float_to_float16(onnx.load(source), keep_io_types=True)
     write(model, file, {**metadata, "precision": "fp16"})
 
@@ -313,7 +313,7 @@ def compare(graph: Graph, session: Session, folder: Path, texts: Sequence[str]) 
                         f"texts of up to {length} tokens, and {limit:g} is the limit; nothing was "
                         "exported. Check the versions of torch and onnxruntime"
                     )
-            answers.append(_same(ours, theirs, graph.has_logits))  # of the last output
+            answers.append(_same(ours, theirs, graph.has_logits))  # the last output decides
     same = np.concatenate(answers).mean() if graph.has_logits else np.concatenate(answers).min()
     return Agreement(worst, float(same), longest)
 

@@ -30,9 +30,9 @@ Logits = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 class Masked(NamedTuple):
     """Hold a document whose tokens are partly masked."""
 
-    row: int  # of the split
+    row: int  # number of its row in the split
     ids: NDArray[np.int64]
-    places: NDArray[np.int64]  # of the masked tokens
+    places: NDArray[np.int64]  # where the masked tokens are
     labels: NDArray[np.int64]  # the original ids there
 
 

@@ -218,7 +218,7 @@ class TaskQuality(Quality):
         if self.rows.kind == "question_answering":  # the tokens of a row compete
             return float((answers.argmax(1) == known.argmax(1)).mean())
         same = answers.argmax(-1) == known.argmax(-1)
-        if self.rows.kind == "token_classification":  # of words, and not of padding
+        if self.rows.kind == "token_classification":  # only words count, not padding
             same = same[self.rows.columns["tags"][self.places, : same.shape[1]] != IGNORE]
         return float(same.mean())
 
@@ -247,6 +247,6 @@ def quality_of(source: Path, folder: Path, data: Path, *, has_logits: bool) -> Q
         return VectorQuality(source, data)
     if data.is_file():
         raise RunError(f"--data {data}: a model with an LM head is measured on shards")
-    # Token ids of another vocabulary would be other words.
+    # Token ids of a different vocabulary would be other words.
     check_fit(f"--data {data}", folder, load_manifest(data))
     return HeadQuality(source, data, pad_id(folder))

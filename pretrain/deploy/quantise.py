@@ -20,7 +20,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from pretrain.deploy.graph import write
 
-_FEWEST_ROWS = 64  # of a table that is worth it
+_FEWEST_ROWS = 64  # smaller tables stay in fp32
 
 
 def quantise(source: Path, file: Path, metadata: Mapping[str, str]) -> None:
@@ -36,7 +36,7 @@ def quantise(source: Path, file: Path, metadata: Mapping[str, str]) -> None:
     model = onnx.load(source)
     tied = unshare(model)
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-        logging.disable(logging.WARNING)  # of a preparation that only static int8 needs
+        logging.disable(logging.WARNING)  # about a preparation that only static int8 needs
         try:
             quantize_dynamic(
                 model,

@@ -19,9 +19,9 @@ from pretrain import RunError
 from pretrain.run_folder import onnx_file
 
 VECTOR, HIDDEN, LOGITS = "sentence_embedding", "last_hidden_state", "logits"
-ENDS = "start_logits", "end_logits"  # of answers
-_TOKENS = 2**13  # of texts at a time, with padding
-_VALUES = 2**26  # of outputs at a time: 256 MiB
+ENDS = "start_logits", "end_logits"  # outputs of a question-answering model
+_TOKENS = 2**13  # tokens in a batch of texts, with padding
+_VALUES = 2**26  # numbers in the outputs of a batch: 256 MiB
 
 
 class Session:

@@ -92,7 +92,7 @@ def with_files(model: str) -> list[str]:
 
 
 def sizes(name: str) -> dict[str, float]:
-    """Return millions of parameters and the size of the weights; of ONNX the size alone."""
+    """Return millions of parameters and the size of the weights; only the size of an ONNX file."""
     if (file := onnx_file(Path(name))) is not None:
         return {"MB": file.stat().st_size / 1e6}
     from pretrain.model.folder import read_model

@@ -15,7 +15,7 @@ def check_kernels(device: torch.device) -> None:
 
     Kernels of a capability (sm_80) run on GPUs of the same major version and an equal or later
     minor one (8.6). The driver compiles PTX (compute_80) for every later GPU. The suffix "a" limits
-    an architecture to that capability alone; "f" changes nothing here.
+    an architecture to only that capability; "f" changes nothing here.
 
     Raises:
         RunError: naming the GPU, the architectures of the build, and a build that fits.

@@ -26,8 +26,8 @@ OUT_OF_MEMORY = (
 class Memory(NamedTuple):
     """Hold amounts of memory in bytes."""
 
-    total: int  # of the device, or of a limit below it
-    free: int  # of them, still to be allocated
+    total: int  # bytes of the device, or a limit below that
+    free: int  # bytes that can still be allocated
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -86,7 +86,7 @@ def freed_memory_kept() -> Iterator[None]:
     if not hasattr(libc, "mallopt"):
         yield
         return
-    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # of glibc's malloc.h
+    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # constants of glibc's malloc.h
     libc.mallopt(mmap_max, 0)
     libc.mallopt(trim_threshold, -1)
     try:

@@ -26,7 +26,7 @@ class Precision:
     # The same under DeepSpeed, which would round the weights to bf16; autocast keeps them in fp32.
     deepspeed: str
     gpu: int  # major compute capability from which a GPU is faster in it
-    scaled: bool = False  # it needs a loss scale, which Accelerate has for CUDA alone
+    scaled: bool = False  # it needs a loss scale, which Accelerate has only for CUDA
     # Of a benchmark's step. Without one, fp16 gradients of a mean vanish. Much more overflows with
     # drawn weights, whose gradients are larger than those of trained ones.
     loss_scale: float = 1.0
@@ -89,7 +89,7 @@ def choose(device: torch.device) -> tuple[str, str]:
 
     bf16 where the hardware multiplies it faster than fp32: on a GPU from compute capability 8.0
     on, on a CPU with AMX or an AMD one with AVX512-BF16 (Intel's without AMX are slower in bf16).
-    fp16 on GPUs that have matrix units for it alone (7.0 and 7.5); fp32 on everything else.
+    fp16 on GPUs whose matrix units have nothing else (7.0 and 7.5); fp32 on everything else.
     """
     import torch
 

@@ -155,7 +155,7 @@ class ZeRO:
         self.zero = self.engine.optimizer
         self.name = f", ZeRO {self.engine.zero_optimization_stage()}"
 
-        # DeepSpeed makes the optimizer state at the first step, and then of the first group alone.
+        # DeepSpeed makes the optimizer state at the first step, and only that of the first group.
         # A checkpoint may be loaded or saved before that, so it is made here.
         self.states: list[dict[str, Tensor]] = []  # AdamW's, of each group's share
         for flat in self.zero.single_partition_of_fp32_groups:

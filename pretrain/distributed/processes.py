@@ -70,7 +70,7 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
             import deepspeed
 
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # DeepSpeed was chosen by the environment alone, for instance by a variable left in a shell.
+        # Only the environment chose DeepSpeed, for instance a variable left in a shell.
         if "LOCAL_RANK" not in os.environ:
             raise RunError(
                 "ACCELERATE_USE_DEEPSPEED is set, but no launcher has started this process: "

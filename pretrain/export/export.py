@@ -98,7 +98,7 @@ def export(
     if onnx is not None and saved.step < saved.state["num_steps"]:
         warn(f"{run}: unfinished; the files are of step {saved.step:,}")
     student: Any = task_of(saved.state).finished(model, saved.state, adapters)
-    if student is not None:  # of a task: the encoder has its prefix there, and the head lies beside
+    if student is not None:  # a task's model: its encoder has a prefix there, beside the head
         prefix = student.base_model_prefix
         tensors = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
         tensors |= saved_head(adapters)

@@ -29,8 +29,8 @@ from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_he
 from pretrain.tasks.mlm.examples import MaskedRows, evaluation_masking
 
 Importance = Literal["self-supervised", "labels", "magnitude", "random"]
-_MASKED = 0.15  # of the tokens of a corpus
-_TOLERANCE = 1e-5  # of the largest output: other products of the same numbers
+_MASKED = 0.15  # share of a corpus's tokens
+_TOLERANCE = 1e-5  # relative to the largest output: the products have other sizes
 
 
 def prune(

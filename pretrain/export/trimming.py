@@ -30,10 +30,10 @@ from pretrain.model.trim import (
 )
 from pretrain.tasks.labelled import own_head
 
-_ROWS = 64  # of validation, whose outputs are compared
+_ROWS = 64  # validation rows whose outputs are compared
 _WORDS = 20  # tokens in a text that both tokenizers cut
 _HELD = 2048  # rows of validation that are cut again
-_TOLERANCE = 1e-5  # of the largest output: other products of the same numbers
+_TOLERANCE = 1e-5  # relative to the largest output: the products have other sizes
 
 
 def trim(

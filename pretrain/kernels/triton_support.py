@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pretrain import RunError
 
-_TOLERANCE = 1e-3  # of values and gradients of a tile, relative; fp16 rounds gradients to 5e-4
+_TOLERANCE = 1e-3  # relative, for values and gradients; fp16 rounds gradients to 5e-4
 
 
 def use_triton(backend: str, hidden: Tensor) -> bool:

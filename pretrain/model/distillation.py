@@ -26,7 +26,7 @@ from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.families import MaskedLM, encode, family_of, walk
 
-HEAD = "task_head"  # of a task, among the modules that are trained with the student
+HEAD = "task_head"  # the task's head, among the modules trained with the student
 TYPES = "types"  # the tokens' types [B, L], among the labels of a batch
 
 

@@ -41,7 +41,7 @@ _SENTENCES = (
     *("[1-9]_*/config.json", "[1-9]_*/model.safetensors"),
 )
 _NEW = 10  # seconds
-_TOLERANCE = 1e-5  # of outputs that are read back
+_TOLERANCE = 1e-5  # largest difference of outputs after reading back
 Result = TypeVar("Result")
 
 
@@ -53,7 +53,7 @@ class Loaded:
     has_head: bool  # a trained one; otherwise it is the same random one at every call
     folder: Path  # its run may remove it at any time
     saved: Saved | None  # the checkpoint that it is the student of
-    commit: str | None  # of a hub
+    commit: str | None  # set for a hub's model
 
 
 def read_model(
@@ -201,7 +201,7 @@ def write_model(
     for left in target.parent.glob(f".tmp-{glob.escape(target.name)}-{'[0-9a-f]' * 8}"):
         with suppress(OSError):  # a new one may not be locked yet
             if time.time() - left.stat().st_mtime > _NEW:
-                remove_left(left)  # of a killed call
+                remove_left(left)  # left by a killed call
     # A unique name: another process may be writing to the same folder.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
     lock = ExitStack()

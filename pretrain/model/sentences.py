@@ -61,7 +61,7 @@ _TYPES = {
 }
 _MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
 _VECTOR = (None, "sentence_embedding")
-# Keys that a file may hold with this value alone: another one gives other vectors.
+# Keys that a file may hold with only this value: a different one gives different vectors.
 _FIXED: dict[str, dict[str, Any]] = {
     "config_sentence_transformers.json": {
         "model_type": "SentenceTransformer",
@@ -92,7 +92,7 @@ _KNOWN = {
         *("module_input_name", "module_output_name"),
     },
 }
-_TOKENS = 2**14  # of texts at a time, with padding
+_TOKENS = 2**14  # tokens in a batch of texts, with padding
 
 
 def read_head(who: str, folder: Path, width: int) -> SentenceHead:

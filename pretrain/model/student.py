@@ -86,7 +86,7 @@ def build_student(
             of_task=of_task,
         )
 
-    layers: tuple[int, ...] = ()  # of the teacher, that it starts from
+    layers: tuple[int, ...] = ()  # the teacher's layers that it starts from
     projects = isinstance(config.init, Projected)
     if config.init == "teacher" or projects:
         period = family.period(theirs) if architecture == kind else 1

@@ -35,8 +35,8 @@ class Teacher:
     name: str
     local: bool  # a folder of this machine
     revision: str | None  # the commit, where it came from a hub
-    sha256: str  # of its parameters
-    manifest: Manifest | None = None  # of the shards that it was compared with
+    sha256: str  # hash of its parameters
+    manifest: Manifest | None = None  # the shards that it was compared with
     tokenizer_json: str = ""  # content of the file; empty if there is none
     shards: Path | None = None  # that it was compared with
     note: str = ""  # what screen and card should say about it

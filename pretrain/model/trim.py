@@ -93,9 +93,9 @@ def _places(processor: Any) -> Iterator[tuple[list[Any], int]]:
     """Yield each list of a post-processor in which an id stands, and where."""
     for each in (processor or {}).get("processors", []):
         yield from _places(each)
-    for token in ((processor or {}).get("special_tokens") or {}).values():  # of a template
+    for token in ((processor or {}).get("special_tokens") or {}).values():  # the template's tokens
         yield from ((token["ids"], i) for i in range(len(token["ids"])))
-    for name in ("sep", "cls"):  # of BERT and RoBERTa: [token, id]
+    for name in ("sep", "cls"):  # BERT and RoBERTa have [token, id]
         if processor and name in processor:
             yield processor[name], 1
 
@@ -175,7 +175,7 @@ def trimmed_model(model: PreTrainedModel, kept: Ids) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     for key, value in config.to_dict().items():
         if key.endswith(_CONFIG_IDS) and value is not None:
-            every = value if isinstance(value, list) else [value]  # of ends there may be several
+            every = value if isinstance(value, list) else [value]  # there may be several end tokens
             if lost := [i for i in every if i not in new]:
                 raise RunError(f"config.json: {key} {lost[0]} is not a kept token; correct it")
             setattr(config, key, [new[i] for i in every] if every is value else new[value])

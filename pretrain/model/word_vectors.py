@@ -117,7 +117,7 @@ def _of_file(path: Path, teacher: Teacher) -> Vectors:
                 if not fields:
                     continue
                 if number == 1 and len(fields) == 2 and all(map(str.isdecimal, fields)):
-                    width = int(fields[1])  # of how many words, and how wide
+                    width = int(fields[1])  # the second field of the header
                     continue
                 width = width or len(fields) - 1
                 # A word may hold spaces; numbers between it and its vector are a longer vector.

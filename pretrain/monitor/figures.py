@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-RESAMPLES = 1000  # of a bootstrap
+RESAMPLES = 1000  # draws of a bootstrap
 # Figures of a line of training that the machine and the hour decide.
 RATES = ("time", "elapsed", "memory", "tokens_per_second", "data_wait", "cpu_seconds")
 
@@ -24,7 +24,7 @@ _TERMS = {
     "majority": "accuracy of the most frequent class alone",
     "mcc": "Matthews' correlation",
 }
-_OF_HEAD = {"loss": "masked cross-entropy"}  # of validation, where an LM head is trained
+_OF_HEAD = {"loss": "masked cross-entropy"}  # the name in validation, where an LM head is trained
 
 
 def label(name: str, *, of_head: bool = False) -> str:

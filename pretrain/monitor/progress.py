@@ -52,7 +52,7 @@ def describe(run: Run) -> None:
         say("note: Apple's GPU (MPS) is not supported: this runs on the CPU")
     for note in length_notes(config, split.rows):
         say(note)
-    # Local attention has a kernel on GPUs with flash attention alone; it works everywhere.
+    # Local attention has a kernel only on GPUs with flash attention; it works everywhere.
     device, dtype = accelerator.device, PRECISIONS[config.train.precision].dtype
     models = [run.student.config, *([run.teacher.model.config] if run.teacher else [])]
     for model in models:

@@ -58,10 +58,10 @@ class RunReport:
     running: bool | None  # None: a process of another machine may still run
     starts: int
     num_steps: int | None
-    lines: Sequence[Mapping[str, Any]]  # of metrics.jsonl
+    lines: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
     checkpoint: int | None
     error: str
-    size: str  # of the newest checkpoint's student; "" before the first
+    size: str  # size of the newest checkpoint's student; "" before the first
     origin: Mapping[str, str]  # what it was made of and by
     versions: Mapping[str, str]
     measured: Mapping[str, Any]  # tables that `distil evaluate` has kept, of the newest checkpoint
@@ -334,7 +334,7 @@ def _differences(names: Sequence[str], found: Sequence[RunReport]) -> list[str]:
         flatten(each.config.model_dump(mode="json", exclude_none=True, exclude_defaults=single))
         for each in found
     ]
-    for config, each in zip(configs, found, strict=True):  # of each kind its own default
+    for config, each in zip(configs, found, strict=True):  # each kind has its own default
         config |= {"objective.name": each.config.objective.name, "task.name": each.config.task.name}
     rows = [
         [key, *(str(config.get(key, "")) for config in configs)]

@@ -18,9 +18,9 @@ class SpikeDetector:
 
     window = 128  # steps
     least = 32  # values before anything is judged, and steps between two warnings of a kind
-    deviations = 6.0  # of the loss, above its mean
-    floor = 1e-3  # of the mean: below it a flat curve would warn of rounding
-    times = 10.0  # of the gradient norm, above its median
+    deviations = 6.0  # a loss so many deviations above its mean is a spike
+    floor = 1e-3  # relative to the mean; without it, rounding of a flat curve would warn
+    times = 10.0  # a gradient norm so many times its median is a spike
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=self.window)

@@ -20,7 +20,7 @@ class Compared(NamedTuple):
 
     runs: int
     mean: float
-    deviation: float | None  # of one run; None with a single one
+    deviation: float | None  # between runs; None if there is only one
     difference: Figure | None  # mean of the paired differences, 95 % interval; None of the first
 
 

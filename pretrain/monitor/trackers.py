@@ -12,7 +12,7 @@ from accelerate.tracking import WandBTracker
 from pretrain import RunError
 from pretrain.config import RunConfig
 
-_PROJECT = "distil"  # of W&B, unless WANDB_PROJECT names another
+_PROJECT = "distil"  # the project in W&B, unless WANDB_PROJECT is set
 
 
 def asked_for(config: RunConfig) -> list[Any]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from pretrain.contracts.batch import Batch
 
-_EPSILON = 1e-5  # of the normalisation, as torch's
+_EPSILON = 1e-5  # torch's epsilon of a normalisation
 
 
 class Insights(Objective):
@@ -78,7 +78,7 @@ class Insights(Objective):
         return (labels, *(part for name, part in found.items() if getattr(self, name)))
 
     def check(self, student: Shape, teacher: Shape) -> None:
-        """Refuse layers that are not those of the models, and another width."""
+        """Refuse layers that are not those of the models, and a different width."""
         layer_pairs(self.layers, student.num_layers, teacher)
         if self.hidden or self.embedding:
             check_width(self.name, student, teacher)

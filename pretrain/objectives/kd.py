@@ -100,7 +100,7 @@ def soft_term(weight: float, temperature: float | None) -> SignalTerm:
             theirs = labels["probs"].to(ours.dtype).clamp(min=1e-8).log()
         if temperature is None or ours.shape[-1] == 1:
             squares = (ours - theirs).square().sum(-1)
-            if squares.dim() == 2:  # of tags and answers a mean over the tokens of a row
+            if squares.dim() == 2:  # tags and answers: the mean over the tokens of a row
                 squares = (squares * there_EP).sum(1) / there_EP.sum(1).clamp(min=1)
             return (squares * there_EP[:, 0]).sum()
         scale = 1.0

@@ -118,7 +118,7 @@ def layers_term(
 class Part(NamedTuple):
     """Describe a term before torch is imported, for checks of a config and for the model card."""
 
-    key: str  # of the config, where a term has one
+    key: str  # its config key, where it has one
     weight: float
     text: str
     over: str = "tokens"  # see `VocabularyTerm`
@@ -137,7 +137,7 @@ class Objective(Keys):
     sums_layers: ClassVar[bool] = False  # do its terms grow with the number of layers?
     # True also if no term uses the teacher, because student layers may be copied from it.
     needs_teacher: ClassVar[bool] = True
-    reads_layers: ClassVar[bool] = False  # of a task's teacher; its kept logits are not enough
+    reads_layers: ClassVar[bool] = False  # does it need the layers of a task's teacher?
     # Do the teacher's layers stand in for the student's, whose other parts are frozen?
     replaces: ClassVar[bool] = False
     # Keys of a run that have another default with this objective, by section.

@@ -91,7 +91,7 @@ class PatientDistillation(Objective):
         ours, theirs, layers = student.num_layers, teacher.num_layers, self.layers
         if ours < 2:
             raise RunError(
-                "objective pkd: the student's last layer learns from logits alone, and it has no "
+                "objective pkd: the student's last layer learns only from logits, and it has no "
                 "other; give it 2 layers or more, or take objective kd"
             )
         if layers == "skip":

@@ -38,7 +38,7 @@ def read_answers(
         again: the end of a message, which says how to write the file again.
 
     Raises:
-        RunError: it cannot be read, or is of other shards or another teacher.
+        RunError: it cannot be read, or is of different shards or a different teacher.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -48,9 +48,9 @@ def read_answers(
     except (SafetensorError, OSError, ValueError) as error:
         raise RunError(f"{what} {path}: is not a safetensors file ({error}); {again}") from None
     if known.get("shards") != manifest.digest:
-        raise RunError(f"{path}: holds {what} of other shards; {again}")
+        raise RunError(f"{path}: holds {what} of different shards; {again}")
     if teacher is not None and known.get("teacher", "") not in ("", teacher):
-        raise RunError(f"{path}: holds {what} of another teacher; {again}")
+        raise RunError(f"{path}: holds {what} of a different teacher; {again}")
     return known, tensors
 
 

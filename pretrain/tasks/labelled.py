@@ -214,7 +214,7 @@ class LabelledExamples(LabelledRows):
         """Return whether the soft labels come from a different teacher than a checkpoint's."""
         before = (state.get("labels") or {}).get("teacher")
         other = before not in (None, "", self.digest)
-        return ["the soft labels are of another teacher"] if other else []
+        return ["the soft labels are of a different teacher"] if other else []
 
     def to(self, device: torch.device) -> None:
         """Move the teacher's head."""
@@ -364,7 +364,7 @@ def _same_classes(who: str, loaded: Loaded, head: TaskHead) -> bool:
     try:
         state = loaded.saved and loaded.saved.state
         names = labels_of(config_of_head(who, loaded.folder, state, head.output), head.output)
-    except RunError:  # of another task
+    except RunError:  # its head is for a different task
         return False
     if all(name == f"LABEL_{i}" for i, name in enumerate(names)):  # nobody named them
         return len(names) == len(head.labels)

@@ -31,7 +31,7 @@ class LabelledTask(Task):
 
     has_head: ClassVar[bool] = True
     counts: ClassVar[Any] = ("tokens", "sequences", "labelled", "pairs")
-    kinds: ClassVar[tuple[str, ...]]  # of examples, as `distil prepare` names them
+    kinds: ClassVar[tuple[str, ...]]  # kinds of examples, as `distil prepare` names them
     pipeline: ClassVar[str]  # the hub's name of the task
 
     logits: Path | None = None

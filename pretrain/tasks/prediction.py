@@ -128,7 +128,9 @@ def write_logits(
     data = save(tensors, metadata={**known, "sha256": "0" * 64})
     body = memoryview(data)[8 + int.from_bytes(data[:8], "little") :]
     data = save(tensors, metadata={**known, "sha256": hashlib.sha256(body).hexdigest()})
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")  # of this process alone
+    temporary = path.with_name(
+        f".{path.name}.{uuid.uuid4().hex[:8]}"
+    )  # a name that only this process uses
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(temporary, lambda file: file.write(data))
@@ -141,13 +143,13 @@ def check_logits(path: Path, manifest: Manifest, teacher: str | None) -> str:
     """Compare a file with the shards, the teacher and its checksum; return its teacher's digest.
 
     Raises:
-        RunError: it cannot be read, or is of other shards or another teacher, or damaged.
+        RunError: it cannot be read, or is of different shards or a different teacher, or damaged.
     """
     known, shapes = read_answers(path, "logits", manifest, teacher, _AGAIN)
     if not known.get("teacher") or shapes.keys() != manifest.splits.keys():
         raise RunError(f"{path}: names no teacher, or has other splits than the shards; {_AGAIN}")
     if known.get("code") != CODE:
-        raise RunError(f"{path}: another version of this program wrote it; {_AGAIN}")
+        raise RunError(f"{path}: a different version of this program wrote it; {_AGAIN}")
     by_token = {"token_classification", "question_answering"}
     width = {"regression": 1, "question_answering": 2}.get(manifest.kind, len(manifest.labels))
     for split, sizes in manifest.splits.items():

@@ -35,7 +35,7 @@ class Start(NamedTuple):
     """Hold what a task knows of a run when it looks for its files."""
 
     config: RunConfig
-    manifest: Manifest  # of the shards
+    manifest: Manifest  # describes the shards
     teacher: Teacher | None
     notes: list[str]  # receives what screen and card should say
     whole: bool  # read files of the task completely, to compare them with their checksums?
@@ -261,14 +261,14 @@ class Examples(ABC):
 class Measure:
     """Hold what is measured on validation rows: the terms to sum, and the figures they make."""
 
-    examples: Examples  # of the validation split
+    examples: Examples  # reads the validation split
     terms: Sequence[Term]
     # (sums of the terms by name, counts, sums of `tally`, the optimizer step) -> figures, of which
     # the lowest `loss` is of the best checkpoint
     figures: Callable[[Mapping[str, float], Mapping[str, float], Any, int], dict[str, float]]
     counts: Sequence[str]
     spread: bool = False  # take rows evenly from the split, not the first ones
-    places: NDArray[np.int64] | None = None  # of the rows that can be measured; None: all
+    places: NDArray[np.int64] | None = None  # rows that can be measured; None: all
     # `tallies` numbers that are counted on the host besides; summed over batches and ranks.
     tally: Callable[[Batch], Tensor] | None = None  # called after the terms of the batch
     tallies: int = 0

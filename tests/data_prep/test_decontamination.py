@@ -326,7 +326,7 @@ def test_load_refuses_files_that_save_did_not_write(
     for name, problem in (
         ("other", "no index of evaluation files"),
         ("none", "no index of evaluation files"),
-        ("old", "another version"),
+        ("old", "a different version"),
     ):
         with pytest.raises(CorpusError, match=f"{name}: .*{problem}"):
             load(tmp_path / name)

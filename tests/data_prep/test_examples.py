@@ -464,7 +464,7 @@ def test_minus_one_stands_for_no_label_where_it_is_no_class(tmp_path: Path) -> N
 
 
 def test_a_number_is_the_place_of_a_label_only_in_a_given_order(tmp_path: Path) -> None:
-    """MNLI's files have words, and the Hub's numbers in another order than that of the alphabet."""
+    """MNLI's files have words, and the Hub's numbers that are not in alphabetical order."""
     write(tmp_path, "a.csv", "text,label\ngood,entailment\nbad,neutral\nfilm,contradiction\n")
     write(tmp_path, "hub.csv", "text,label\ngood,0\nbad,1\nfilm,2\n")
     values = {"validation": str(tmp_path / "hub.csv")}

@@ -362,7 +362,7 @@ def test_units_are_kept_after_a_docstring_changed_and_repeated_after_code_change
     assert run(reworded, config, "extract", 1, 1).returncode == 0
     assert unit_times(config) == before
     other = run(copy("other", CLEANER), config, "extract", 1, 1)
-    assert other.returncode == 0 and "made by other code" in other.stdout
+    assert other.returncode == 0 and "made by different code" in other.stdout
     after = unit_times(config)
     assert after.keys() == before.keys()
     assert all(after[name] != moment for name, moment in before.items())
@@ -391,11 +391,11 @@ def test_a_task_with_other_code_is_refused(make_config: Any, copy: Any) -> None:
     prepare_stage(config, "extract", 1, 2, **SMALL)
     other = copy("other", CLEANER)
     done = run(other, config, "extract", 2, 2)
-    assert done.returncode == 1 and "made by other code" in done.stderr, done
+    assert done.returncode == 1 and "made by different code" in done.stderr, done
     assert len(done.stderr.strip().splitlines()) == 1
     prepare_stage(config, "extract", 2, 2, **SMALL)
     done = run(other, config, "match", 1, 1)
-    assert done.returncode == 1 and "made by other code" in done.stderr, done
+    assert done.returncode == 1 and "made by different code" in done.stderr, done
     for stage in STAGES:
         prepare_stage(config, stage, **SMALL)
 
@@ -539,7 +539,7 @@ def test_units_without_recorded_code_are_reported_in_one_line(make_config: Any) 
         record.write_text(json.dumps(values))
     with pytest.raises(CorpusError, match="a release that did not record it"):
         prepare_stage(config, "match", **SMALL)
-    with pytest.raises(CorpusError, match="run all its tasks with one version"):
+    with pytest.raises(CorpusError, match="run all tasks with one version"):
         prepare_stage(config, "extract", 1, 2, **SMALL)
     warnings: list[str] = []
     prepare(config, warn=warnings.append, **SMALL)

@@ -155,7 +155,7 @@ def test_a_file_is_shown_and_compared(tmp_path: Path, distil: Any) -> None:
     code, _, err = distil("config", "show", file, "train.max_stpes=1")
     assert code == 2 and "max_stpes" in err
     code, _, err = distil("config", "show", file, "--diff", CONFIGS / "glue.yaml")
-    assert code == 2 and "another kind of file" in err
+    assert code == 2 and "a different kind of file" in err
     code, _, err = distil("config", "show", tmp_path)
     assert code == 2 and "a folder without a config.json" in err
 

@@ -65,7 +65,7 @@ def test_the_student_of_another_teacher_is_not_taken_as_up_to_date(
     other = recipe.parent / "other"
     changes = [f"runs.0.output={other}", "runs.0.train.seed=1", f"runs.1.teacher={other}"]
     code, _, err = distil("recipe", recipe, *changes)
-    assert code == 2 and "has other weights" in err
+    assert code == 2 and "has different weights" in err
     assert ends(recipe.parent) == [("finished", 3), ("finished", 2), ("finished", 3)]
 
 

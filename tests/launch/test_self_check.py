@@ -62,6 +62,6 @@ def test_every_objective_is_checked() -> None:
 @pytest.mark.parametrize("more", [["x.yaml"], ["--micro-batch", "4"], ["--precision", "fp32"]])
 def test_other_options_are_refused(distil: Distil, more: list[str]) -> None:
     code, _, err = distil("bench", "--self-check", *more)
-    assert code == 2 and "--self-check: takes --minutes and --record alone" in err
+    assert code == 2 and "--self-check: takes only --minutes and --record" in err
     code, _, err = distil("bench", "--minutes", "3")
     assert code == 2 and "--minutes: is for --self-check" in err

@@ -361,7 +361,7 @@ def test_a_teacher_with_another_vocabulary_reads_texts(
     # The same folder with other weights is another teacher.
     save_teacher(teacher_folder, tiny_bert(seed=1, vocab_size=len(words)), words)
     (teacher_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with refused("vectors.safetensors: holds vectors of another teacher"):
+    with refused("vectors.safetensors: holds vectors of a different teacher"):
         start(values)
 
 
@@ -436,9 +436,9 @@ def test_a_file_of_something_else_is_refused(texts: Path, corpus: Path, tmp_path
         write(path, texts, lambda found: np.full((len(found), 8), np.inf, dtype=np.float32))
     write(tmp_path / "good", texts, numbered)
     shutil.copy(tmp_path / "good", path)
-    with refused("holds vectors of another teacher", "name another file"):
+    with refused("holds vectors of a different teacher", "name another file"):
         read_record(path, manifest, "two")
-    with refused("holds vectors of other shards", "name another file"):
+    with refused("holds vectors of different shards", "name another file"):
         read_record(path, load_manifest(corpus), "one")
     data = bytearray(path.read_bytes())
     data[-20] ^= 1

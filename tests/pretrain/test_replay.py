@@ -252,7 +252,7 @@ def test_a_rank_outside_the_layout_is_refused(make_run: MakeRun) -> None:
 def test_shards_that_the_run_did_not_read_are_refused(make_run: MakeRun) -> None:
     found = replay(make_run(state={"num_processes": 2}), 1, warn=pytest.fail)
     assert found.world_size == 2  # as many processes as the run had
-    with pytest.raises(RunError, match=r"holds other shards .* \(0{16}\)"):
+    with pytest.raises(RunError, match=r"holds different shards .* \(0{16}\)"):
         replay(make_run(state={"shards": "0" * 64}), 1)
 
 

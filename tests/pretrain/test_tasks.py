@@ -375,7 +375,7 @@ def test_kept_logits_train_as_the_teacher_does(tmp_path: Path, kind: str) -> Non
 
     other = {**kept, "output": str(tmp_path / "other")}
     task_data.save_model(tmp_path / "else", "bert", kind, seed=5)
-    with runs.refused("holds logits of another teacher", "remove it"):
+    with runs.refused("holds logits of a different teacher", "remove it"):
         runs.start({**other, "teacher": str(tmp_path / "else")})
     damaged = bytearray(written)
     damaged[-1] ^= 1
@@ -608,7 +608,7 @@ def test_a_run_is_scored_on_the_shards_that_it_was_trained_on(tmp_path: Path) ->
         score_runs({"a": [run]}, "validation", print)
     said: list[str] = []
     measure([run], shards, None, False, None, say=said.append)
-    assert f"note: {run} was trained on other shards than {shards} holds now" in said
+    assert f"note: {run} was trained on different shards than {shards} holds now" in said
 
 
 @pytest.mark.parametrize(("family", "kind"), PAIRS)

@@ -277,7 +277,7 @@ def test_a_table_gives_each_text_its_vector(shards: Path, tmp_path: Path, run: R
     # A table of other vectors is another file.
     write_table(tmp_path / "v.parquet", texts, -vectors)
     error, _ = run("vectors", shards, "--from", "v.parquet", "--model", "a-service/large")
-    assert "holds vectors of another teacher" in error
+    assert "holds vectors of a different teacher" in error
     file.unlink()
 
 

@@ -88,7 +88,7 @@ def reseal_checkpoint(folder: Path, **changes: Any) -> None:
 
 
 def edit_state(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a checkpoint's state.json, as another version might have written it."""
+    """Change a checkpoint's state.json, as a different version might have written it."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     change(state)
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")

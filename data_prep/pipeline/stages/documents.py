@@ -28,7 +28,7 @@ DOCUMENTS = pa.schema(
 )
 INDEX = pa.schema(
     {
-        "key": pa.binary(16),  # of the cleaned text
+        "key": pa.binary(16),  # hash of the cleaned text
         "draw": pa.float64(),  # what decides its split
         "part": pa.int32(),
         "bytes": pa.int64(),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan
 
 DETAIL_CHARACTERS = 200
-EXAMPLES = 20  # of leftovers, by class
+EXAMPLES = 20  # so many examples of leftovers, by class
 _SAID = 10  # broken files of a unit that are named
 COUNTS = ("dropped", "noted", "leftovers", "contaminated")
 
@@ -53,7 +53,7 @@ class ExtractTask:
     contamination: Path | None
     remove_contaminated: bool
     seed: int
-    skip: tuple[str, ...] = ()  # of `skip_documents`
+    skip: tuple[str, ...] = ()  # the patterns of `skip_documents`
 
 
 def extract_task(

@@ -53,7 +53,7 @@ MANY_NEAR = 0.01  # share of a source's documents
 PART = 60  # characters of a near duplicate that are shown, around the first difference
 LARGE = 0.05  # share of the text from which on a document is warned of
 SAMPLE = 1 << 22  # characters that are searched for unknown strings
-LONGEST_OF_SAMPLE = 1 << 16  # of a document
+LONGEST_OF_SAMPLE = 1 << 16  # characters of a document
 READS: Reads = {"extract": ("*.jsonl",), "vocabulary": ("*",), "pack": ("*",)}
 PROVENANCE = "provenance.jsonl"
 CODE = "code.json"  # what made the shards
@@ -96,7 +96,7 @@ def finish(plan: Plan, row_length: int) -> Manifest:
     for stage in STAGES.values():
         for unit in plan.records(stage.name):
             result = dict(unit.result) if stage.result_is_provenance else {}
-            result.pop("slow", None)  # of this machine, not of the corpus
+            result.pop("slow", None)  # a property of this machine, not of the corpus
             line = unit.model_copy(update={"result": result})
             lines.append(line.model_dump_json().encode() + b"\n")
     write_file(final / PROVENANCE, lambda file: file.writelines(lines))

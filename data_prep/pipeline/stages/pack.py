@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 # Best fit wants many segments to choose from; ids of a window take 8 MB.
 WINDOW_TOKENS = 2_000_000
 BATCH_CHARACTERS = 1_000_000
-SAMPLE_CHARACTERS = 100_000  # of each unit, on which a fast tokenizer must prove itself
+SAMPLE_CHARACTERS = 100_000  # a fast tokenizer must prove itself on so much of each unit
 SEGMENTS = pa.schema(
     {
         "row": pa.int32(),

@@ -66,7 +66,7 @@ _UNRESOLVED = re.compile(
     rf"\{{\{{|\}}\}}|\[\[|\]\]|<!--|-->|</?(?:{_DROPPED})\b|\n[ \t:*#]*\{{\||\n[ \t]*\|\}}",
     re.IGNORECASE,
 )
-_ROUNDS = 40  # of `substituted`; markup nested deeper is rather broken than deep
+_ROUNDS = 40  # rounds of `substituted`; markup that nests deeper is broken
 
 
 class Substituted(NamedTuple):

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from pretrain.kernels.cpu_layers import LEVELS, draw, drop_levels
 
-_BYTES_PER_THREAD = 2**20  # of scores at a time, so that they stay in the cache
+_BYTES_PER_THREAD = 2**20  # so many bytes of scores stay in the cache
 
 
 def by_document(

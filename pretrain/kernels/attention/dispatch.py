@@ -21,7 +21,7 @@ from pretrain.kernels.attention.cpu import by_document
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float, int | None], Tensor]
 _HALF = (torch.float16, torch.bfloat16)
-MULTIPLE = 8  # of the head width, in `flash` and `memory_efficient`; `attend` pads others with 0
+MULTIPLE = 8  # `flash` and `memory_efficient` need multiples as head width; `attend` pads with 0
 
 
 def usable(

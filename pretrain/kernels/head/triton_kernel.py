@@ -58,7 +58,7 @@ def losses_and_gradient(
     # tokens per thread, rounded up to a power of two as Triton's ranges require.
     threads = 32 * NUM_WARPS
     tail = triton.cdiv(vocabulary % (threads * WORDS_PER_THREAD), threads)
-    # Two launches: rows with a label compute both terms, the others KL alone. So the kernel needs
+    # Two launches: rows with a label compute both terms, the others only KL. So the kernel needs
     # no branch per row.
     with torch.cuda.device_of(student_nV):
         for start, stop, labelled in ((0, m, True), (m, n, False)):

@@ -84,7 +84,7 @@ def _kernel_of(formula: Formula, longest: int) -> Formula:
 class _Block(NamedTuple):
     """Hold documents of similar lengths, up to P tokens, that are computed together."""
 
-    places_nP: Tensor  # of their tokens; behind a document its first place again
+    places_nP: Tensor  # where their tokens are; after a document its first place again
     lengths_n: Tensor | None  # None if all are P
 
 

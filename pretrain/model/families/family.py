@@ -38,7 +38,7 @@ class Family(ABC):
     A model is a `...ForMaskedLM` of transformers.
     """
 
-    model_type: str  # of config.json
+    model_type: str  # as in config.json
     layer_prefix: str  # the names of a layer's weights begin with it and the layer's number
     architecture: Any  # its class in transformers, with a masked-language-model head
     config: Any  # the class of its config

@@ -132,7 +132,7 @@ class ModernBert(Family):
         Raises:
             ValueError: the kinds of its layers do not repeat, as transformers 4 needs it.
         """
-        # Transformers 5 reads `layer_types` and writes no period, 4.57 reads the period alone.
+        # Transformers 5 reads `layer_types` and writes no period, 4.57 reads only the period.
         kinds, period = config.layer_types, getattr(config, "global_attn_every_n_layers", None)
         if period is not None and period < 1:
             raise ValueError(f"global_attn_every_n_layers is {period}; it counts layers from 1")

@@ -170,7 +170,7 @@ class VectorsOfDocuments(WholeDocuments):
         """Return whether the vectors come from a different teacher than a checkpoint's."""
         before = (state.get("vectors") or {}).get("digest")
         other = before not in (None, self.digest)
-        return ["the sentence vectors are of another teacher"] if other else []
+        return ["the sentence vectors are of a different teacher"] if other else []
 
     def to(self, device: torch.device) -> None:
         """Move the modules behind the teacher's encoder."""

@@ -45,11 +45,11 @@ class Metadata(NamedTuple):
 
     shards: str  # digest of their manifest
     teacher: str = ""  # digest of all that shapes a vector; empty in a file of another program
-    name: str = ""  # of the teacher; empty for a folder of some machine
+    name: str = ""  # the teacher's; empty if it is a local folder
     normalised: str = ""  # "true": the teacher divides a vector by its length
-    sha256: str = ""  # of the data
+    sha256: str = ""  # hash of the data
     code: str = ""
-    precision: str = ""  # of the teacher, for people: a finished file is used in any
+    precision: str = ""  # the teacher's, for people: a finished file is used in any
 
 
 def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Metadata, int]:
@@ -61,13 +61,13 @@ def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Me
         teacher: digest of the teacher that it must be of, where there is one.
 
     Raises:
-        RunError: it cannot be read, or is of other shards or another teacher.
+        RunError: it cannot be read, or is of different shards or a different teacher.
     """
     known, shapes = read_answers(path, "vectors", manifest, teacher, _AGAIN)
     record = Metadata(**{key: v for key, v in known.items() if key in Metadata._fields})
     if record.teacher and record.code != CODE:
         raise RunError(
-            f"{path}: an earlier version of this program wrote it, which could load other weights "
+            f"{path}: an earlier version of this program wrote it, perhaps with different weights "
             f"of the teacher; {_AGAIN}"
         )
     # One tensor for each split, of one width.
@@ -138,7 +138,8 @@ def write_vectors(
         say: shows lines.
 
     Raises:
-        RunError: a vector is not finite, or unfinished ones are of other shards or another teacher.
+        RunError: a vector is not finite, or unfinished ones were started for different
+            shards or a different teacher.
         CorpusError: a text cannot be read.
         Busy: another process writes this file.
         OSError: the disk is full or read-only.

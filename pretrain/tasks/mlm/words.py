@@ -225,7 +225,7 @@ def choose_words(
     sizes = np.bincount(flat, minlength=num_rows * length).reshape(num_rows, length)
     draws = np.full((num_rows, length), _NEVER, dtype=np.int64)
     draws.reshape(-1)[flat] = drawn.draw[selectable]
-    order = np.argsort(draws, axis=1, kind="stable")  # of equal draws the first word wins
+    order = np.argsort(draws, axis=1, kind="stable")  # if draws are equal, the first word wins
     sizes = np.take_along_axis(sizes, order, axis=1)
     # All words up to the first that does not fit, then one at a time those that do.
     taken = np.cumsum(sizes, axis=1) <= wanted[:, None]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 LONGEST = 30  # tokens of an answer
-_BEST = 20  # of starts and of ends that are paired
+_BEST = 20  # so many starts and ends are paired
 
 
 def best_span(start: Any, end: Any, inside: Any) -> tuple[float, int, int]:
