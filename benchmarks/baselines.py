@@ -2,7 +2,7 @@
 
     python -m benchmarks.baselines configs/minilm-6x384.yaml --micro-batch 2 --record FILE
 
-All steps have the same weights, rows and masks. With dropout 0 their losses and gradients must
+All steps have the same weights, random rows and masks. With dropout 0 losses and gradients must
 agree; then they are timed in turn in one process, with dropout, forward and backward, freed memory
 kept. "usual" is the form of Hugging Face's distillation code, with torch's layers: both models are
 called as they are, with padded sequences of one document each, and every tensor exists in full.
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
+from pretrain import RunError
 from pretrain.bench.micro_step import Step, asked, random_models, rows_of, shapes_of, timed
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import IGNORE, Batch
@@ -394,6 +395,8 @@ def measured(config: RunConfig, repeats: int, device: torch.device) -> list[dict
     models = random_models(config)
     rows = rows_of(config.model_copy(update={"shards": Path("none")}), models.student)
     objective, precision = config.objective, config.train.precision
+    if type(objective) not in USUAL:
+        raise RunError(f"objective {objective.name}: no baseline is written here")
     frozen = copy.deepcopy(models.teacher)  # the baselines' computes in fp32 under autocast
     ours = Ours(config, models, rows, device)
     steps: dict[str, Ours | Baseline] = {"ours": ours}
@@ -432,11 +435,15 @@ def main() -> None:
     check_record(given.record)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     found = []
-    for kl in given.kl or [None]:
-        config = load(given.config, {"kl_positions": kl} if kl else {})
-        for each in asked(config, device, given.precision, given.micro_batch):
-            with products.using(products.choose()[0]):
-                found += measured(each, given.repeats, device)
+    try:
+        for kl in given.kl or [None]:
+            config = load(given.config, {"kl_positions": kl} if kl else {})
+            for each in asked(config, device, given.precision, given.micro_batch):
+                library = config.train.products
+                with products.using(products.choose()[0] if library == "auto" else library):
+                    found += measured(each, given.repeats, device)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SystemExit(f"error: {given.config}: {error}") from None
     append_record(given.record, None, found)
 
 

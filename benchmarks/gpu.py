@@ -50,7 +50,7 @@ def half(options: argparse.Namespace) -> None:
 
 
 def trained(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's steps, without the first, whose step compiles."""
+    """Return the lines of a run's steps, without the first, whose kernels are compiled."""
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
     assert len(lines) > 2, f"{run}: has {len(lines)} logged step(s), and a rate needs three"
     return lines[1:]

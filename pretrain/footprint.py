@@ -2,7 +2,8 @@
 
 Per token a layer of width D and inner width F keeps `d D + f F` bytes for its backward pass. The
 constants are a fit to what torch's profiler and its counts by shapes found, of nine objectives in
-four families; `tests/pretrain/test_plan_memory.py` compares with the profiler. Nothing here imports
+four families; `tests/pretrain/test_plan_memory.py` compares with the profiler. On a GPU attention
+is taken as flash attention, which keeps no pairs of tokens. Nothing here imports
 torch, so a login node can answer for a GPU. `micro_batch_size: auto` tries real steps instead.
 """
 
@@ -20,17 +21,17 @@ class _Bytes(NamedTuple):
     of_d: float
     of_f: float
     dropout: float = 0.0  # more of D, with dropout
-    dropout_cpu: float = 0.0  # the same on a CPU
 
 
 # By family and precision; ModernBERT's feed-forward part is gated and has no dropout.
 _KEPT = {
     ("modernbert", "fp32"): _Bytes(23, 32),
     ("modernbert", "half"): _Bytes(33, 10.5),
-    ("others", "fp32"): _Bytes(32, 10, 4, 32),
-    ("others", "half"): _Bytes(25, 4, 6, 6),
+    ("others", "fp32"): _Bytes(32, 10, 4),
+    ("others", "half"): _Bytes(25, 4, 6),
 }
 _INPUT = 2  # bytes of D: the input of a layer that is computed again
+_MASKED = 14  # bytes of a pair of tokens in a head, in a local layer on a CPU
 _ENDS = 22  # bytes of D: embeddings, and the backward pass's own tensors
 _COMPARED = 25  # bytes of D, for each layer that is compared
 _PAIR = 23  # bytes of a pair of tokens in a head; so many pairs at a time:
@@ -41,7 +42,8 @@ _HEADS = 48  # MiniLM's relation heads, where a config names no number
 
 
 class Footprint:
-    """Estimate what a process of a run keeps in memory, within about a quarter.
+    """Estimate what a process of a run keeps in memory, within about a quarter, a third with
+    long rows of a ModernBERT on a CPU.
 
     Gradients and AdamW's two moments are in fp32. Not counted: the head of a task, the inside of
     kernels, the allocator's rounding and what CUDA or Python take for themselves.
@@ -78,7 +80,12 @@ class Footprint:
         Else they take the place of activations as these are freed.
         """
         peak = self._activations(num * self.rows.row_length)
-        return round(peak if held else max(0.0, peak - self.held["gradients"]))
+        # At the end of a backward pass the embeddings have new gradients before these are added.
+        words = 4.0 * self.rows.vocab_size * self.sizes.hidden_size
+        new = 3 if self.config.objective.needs_logits else 1
+        if held:
+            return round(max(peak, new * words))
+        return round(max(0.0, peak - self.held["gradients"], (new - 1) * words))
 
     def _activations(self, tokens: int) -> float:
         width, layers = self.sizes.hidden_size, self.sizes.num_hidden_layers
@@ -86,9 +93,16 @@ class Footprint:
         kept = _KEPT[family, "fp32" if self.full else "half"]
         own, on_cpu = self.config.model or self.config.student, self.device == "cpu"
         rates = own.model_dump(include={"dropout", "hidden_dropout_prob"}).values()
-        dropout = (kept.dropout_cpu if on_cpu else kept.dropout) if any(rates) else 0.0
+        dropout = kept.dropout if any(rates) else 0.0
+        pairs = tokens * self.rows.row_length * self.sizes.num_attention_heads
+        scores = work = 0.0
+        if on_cpu and family == "modernbert":
+            work = (_MASKED if layers > 1 else _MASKED / 4) * pairs  # layer 0 is global
+        elif on_cpu and (any(rates) or not self.full):
+            scores = (4 if self.full else 2) * pairs  # probabilities, as the matrix products give
         layer = tokens * ((kept.of_d + dropout) * width + kept.of_f * self.sizes.intermediate_size)
-        work = self._compared(tokens) + self._logits(tokens)
+        layer += scores
+        work += self._compared(tokens) + self._logits(tokens)
         if self.config.train.activation_checkpointing:
             kept_layers, work = float(tokens * layers * _INPUT * width), max(work, layer)
         else:

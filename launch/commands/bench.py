@@ -41,7 +41,9 @@ def bench(
         list[str] | None,
         typer.Option(help="Repeatable. By default the config's; auto without one.", metavar="NAME"),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="How often each step is timed.", min=1)] = 5,
+    repeats: Annotated[
+        int | None, typer.Option(help="How often each step is timed; by default 5.", min=1)
+    ] = None,
     self_check: Annotated[
         bool,
         typer.Option(
@@ -78,7 +80,7 @@ def bench(
     from pretrain import RunError
     from pretrain.config import RunConfig
 
-    is_given = any((config, overrides, micro_batch, precision))
+    is_given = any((config, overrides, micro_batch, precision, repeats))
     if model or card:
         if is_given or self_check or minutes is not None or not model:
             raise RunError("--model: takes only --card and --record; leave out the others")
@@ -110,7 +112,7 @@ def bench(
     check_kernels(device)
     asked = micro_step.asked(settings, device, precision or [], micro_batch or [])
     show(config_line(config), machine.line(device))
-    found, peaks = micro_step.measure(asked, device, repeats, show)
+    found, peaks = micro_step.measure(asked, device, repeats or 5, show)
     show_steps(found, peaks)
     append_record(record, None, recorded(found))
 
@@ -118,14 +120,23 @@ def bench(
 def compare_models(models: Sequence[str], *, card: bool, record: Path | None) -> None:
     """Compare the size and speed of models and their ONNX files."""
     from pretrain import RunError
+    from pretrain.deploy.session import model_folder
     from pretrain.deploy.speed import BATCH, BATCH_TOKENS, TOKENS, compare_speed
+    from pretrain.model.folder import model_config
     from pretrain.monitor.figures import Figure
     from pretrain.monitor.tables import markdown
-    from pretrain.run_folder import check_model
+    from pretrain.run_folder import check_model, onnx_file
 
     check_record(record)
     for model in models:
         check_model(Path(model))
+        folder = model_folder(file) if (file := onnx_file(Path(model))) else model
+        longest = model_config(f"--model {model}", str(folder)).get("max_position_embeddings")
+        if isinstance(longest, int) and longest < BATCH_TOKENS:
+            raise RunError(
+                f"--model {model}: reads {longest} tokens, and models are compared on texts of "
+                f"{BATCH_TOKENS}"
+            )
     page = Path(models[0]) / "README.md"
     if card and not page.is_file():
         raise RunError(f"--card: {models[0]} has no README.md; give an exported folder first")

@@ -289,7 +289,7 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
     from pretrain.model.families import FAMILIES
 
     if not FAMILIES[found.student.family].attends:
-        return [], 0.0
+        return [f"memory: no estimate for a {found.student.family}"], 0.0
     if where.memory is None:
         return ["memory: add --hardware NAME"], 0.0
     if where.memory <= 0:

@@ -239,6 +239,10 @@ def rows_of(config: RunConfig, model: MaskedLM) -> Rows:
     assert isinstance(num, int)
     if (config.shards / MANIFEST).exists():
         manifest, shards = load_manifest(config.shards), open_shards(config.shards)
+        if manifest.has_labels:
+            raise RunError(
+                f"{config.shards}: holds examples of a task, and distil bench needs text"
+            )
         if (size := manifest.tokenizer.vocab_size) > vocabulary:
             raise RunError(f"{config.shards}: has {size:,} words, and the models {vocabulary:,}")
         if num > len(shards):
@@ -252,6 +256,11 @@ def rows_of(config: RunConfig, model: MaskedLM) -> Rows:
     else:
         length = min(LENGTH, family_of(model).row_length(model.config))
         pad, cls = model.config.pad_token_id, CLS
+        if vocabulary < MASK + 2:
+            raise RunError(
+                f"{config.shards}: does not exist, and random rows need {MASK + 2} words; the "
+                f"models have {vocabulary}: prepare the shards"
+            )
         ids = draw.integers(MASK + 1, vocabulary, (num, length))
         ids[ids == pad] = MASK + 1  # some vocabularies have padding at their end
         ids[:, 0], ids[:, -1] = CLS, SEP
@@ -275,6 +284,11 @@ def random_models(config: RunConfig) -> Models:
         RunError: sizes do not fit each other or the objective.
     """
     torch.manual_seed(0)  # the same weights at every call
+    if config.model is not None and config.objective.compares:
+        raise RunError(
+            f"objective {config.objective.name}: distil bench measures students that are built "
+            "from a teacher, and this config has `model:`; metrics.jsonl of a run has its speed"
+        )
     source, read = config.model.init if config.model is not None else config.teacher, ""
     there = (config.shards / MANIFEST).exists()
     vocabulary = load_manifest(config.shards).tokenizer.vocab_size if there else VOCABULARY

@@ -119,7 +119,7 @@ def model_card(
         "## Validation figures",
         *figures,
         "## Limits",
-        " ".join(_limits(student, state)),
+        " ".join(_limits(state)),
         "## Data",
         markdown(
             ("source", "kind", "documents", "licence"),
@@ -149,7 +149,7 @@ def _shape(student: PreTrainedModel, state: Mapping[str, Any]) -> str:
     )
 
 
-def _limits(student: PreTrainedModel, state: Mapping[str, Any]) -> Iterator[str]:
+def _limits(state: Mapping[str, Any]) -> Iterator[str]:
     if state["tokens"] < _TEST_RUN and not task_of(state).has_head:
         yield (
             f"**A test run**: it has seen {state['tokens']:,} tokens, and encoders for use see "

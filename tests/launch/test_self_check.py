@@ -59,7 +59,7 @@ def test_every_objective_is_checked() -> None:
     assert {objective["name"] for objective in self_check.OBJECTIVES.values()} == known
 
 
-@pytest.mark.parametrize("more", [["x.yaml"], ["--micro-batch", "4"], ["--precision", "fp32"]])
+@pytest.mark.parametrize("more", [["x.yaml"], ["--micro-batch", "4"], ["--repeats", "3"]])
 def test_other_options_are_refused(distil: Distil, more: list[str]) -> None:
     code, _, err = distil("bench", "--self-check", *more)
     assert code == 2 and "--self-check: takes only --minutes and --record" in err

@@ -132,6 +132,26 @@ def test_too_few_rows_or_words_are_refused(
     assert code == 2 and values["shards"] in err and "9" in err
 
 
+def test_what_bench_cannot_build_is_refused_in_one_line(
+    tmp_path: Path, values: dict[str, Any], distil: Distil
+) -> None:
+    """Take a model beside a teacher, a vocabulary without room for random rows, and no length."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    both = {**values, "objective": {"name": "embedding"}, "model": sizes}
+    settings = json.loads((tmp_path / "teacher" / "config.json").read_bytes())
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "config.json").write_text(
+        json.dumps({**settings, "vocab_size": 90, "max_position_embeddings": 32})
+    )
+    few = {**values, "teacher": str(tmp_path / "few"), "shards": str(tmp_path / "none")}
+    for wrong, part in ((both, "`model:`"), (few, "90")):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(wrong), encoding="utf-8")
+        code, _, err = distil("bench", tmp_path / "run.yaml")
+        assert code == 2 and part in err and len(err.strip().splitlines()) == 1, err
+    code, _, err = distil("bench", "--model", tmp_path / "few")
+    assert code == 2 and "64" in err and len(err.strip().splitlines()) == 1, err
+
+
 def shipped(*, task: bool) -> list[str]:
     """Return the names of the configs of runs, on a task or not; others are of corpora, recipes."""
     loaded = {

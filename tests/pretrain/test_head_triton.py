@@ -41,8 +41,8 @@ Call = Callable[..., Any]
 def call() -> Iterator[Call]:
     """Return a function that calls one of this module where the kernel runs.
 
-    Triton reads TRITON_INTERPRET when it is imported, and other users of Triton in this process
-    (torch.compile) need it unset: so the call is made in another process.
+    Triton reads TRITON_INTERPRET when it is imported, and the kernels of a GPU need it
+    unset: so the call is made in another process.
     """
     if ON_GPU:
         yield lambda work, *arguments: work(*arguments)

@@ -25,9 +25,9 @@ SIZES = {
 }
 
 
-def config(folder: Path, family: str, **sections: Any) -> RunConfig:
+def config(folder: Path, family: str, length: int = LENGTH, **sections: Any) -> RunConfig:
     special = {"pad": 0, "cls": 101, "sep": 102}
-    sizes = {**SIZES, "vocab_size": WORDS, "max_position_embeddings": LENGTH}
+    sizes = {**SIZES, "vocab_size": WORDS, "max_position_embeddings": length}
     FAMILIES[family].new_config(sizes, special).save_pretrained(folder / "teacher")
     values: dict[str, Any] = {
         "output": folder / "run",
@@ -41,9 +41,9 @@ def config(folder: Path, family: str, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def planned(run: RunConfig, family: str) -> Footprint:
+def planned(run: RunConfig, family: str, length: int = LENGTH) -> Footprint:
     teacher = Sizes(family, *SIZES.values())
-    rows = Planned(8, 8 * LENGTH, LENGTH, WORDS)
+    rows = Planned(8, 8 * length, length, WORDS)
     return Footprint(run, student_sizes(run.student, teacher), teacher, rows, "cpu")
 
 
@@ -90,6 +90,33 @@ def test_parameters_are_those_of_a_model(family: str) -> None:
     assert parameters(Sizes(family, *SIZES.values()), rows, head=True) == pytest.approx(
         num, rel=2e-3
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "objective", "within"),
+    [("bert", "distilbert", 0.25), ("roberta", "minilm", 0.3), ("modernbert", "embedding", 0.35)],
+)
+def test_a_plan_knows_that_long_rows_have_pairs_of_tokens(
+    family: str, objective: str, within: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Take two rows of 1,024 tokens, whose attention keeps more than their hidden states."""
+    monkeypatch.setattr("pretrain.bench.micro_step.LENGTH", 1024)
+    train = {"precision": "bf16"}
+    run = config(tmp_path, family, 1024, objective={"name": objective}, train=train)
+    run = run.with_train(micro_batch_size=2, global_batch_size=2)
+    models = random_models(run)
+    step = Step(run, models, rows_of(run, models.student), torch.device("cpu"))
+    step()
+    peak, _ = allocated(step, torch.device("cpu"))
+    assert planned(run, family, 1024).micro_step(2, held=True) == pytest.approx(peak, rel=within)
+
+
+def test_a_plan_knows_the_gradient_of_a_large_vocabulary(tmp_path: Path) -> None:
+    run = config(tmp_path, "roberta", objective={"name": "embedding"})
+    rows = Planned(8, 8 * LENGTH, LENGTH, 250_000)
+    sizes = Sizes("roberta", *SIZES.values())
+    plan = Footprint(run, student_sizes(run.student, sizes), sizes, rows, "cpu")
+    assert plan.micro_step(1, held=True) >= 250_000 * SIZES["hidden_size"] * 4
 
 
 def test_what_takes_less_is_planned_with_less(tmp_path: Path) -> None:
