@@ -134,7 +134,7 @@ def test_the_paper_is_planned(tmp_path: Path, distil: Any, monkeypatch: pytest.M
     assert code == 0 and "price: " in out, out + err
     for printed in ("4,721 of 4,096", "67.0 M", "9.6 GB of 14.7 GB", "468.9 MB", "5.5 h", "3.2 GB"):
         assert printed in out
-    for written in ("4,721", "67.0 M", "9.0 of 14.7", "469 MB", "5.5 hours to 3.8", "3.2 GB"):
+    for written in ("4,721", "67.0 M", "9.6 of 14.7", "469 MB", "5.5 hours to 3.8", "3.2 GB"):
         assert written in page
     code, out, err = distil(*shown["script"])
     assert code == 0 and "#SBATCH --nodes=4\n" in out and "#SBATCH --gpus-per-node=8\n" in out, err
