@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -185,6 +186,8 @@ class Logging(Keys):
 
 SHAPE_NOTHING = ("evaluation", "checkpoint", "logging", "card", "slurm")  # sections
 COMPUTED_BY = ("hardware", "machine")  # keys of a run's config.json: what computed the run
+# Keys, each with the values, that runs of earlier versions have recorded.
+_GONE = (("train", "compile", (False, True)), ("masking", "mode", ("span",)))
 
 
 _COPY = {
@@ -295,6 +298,19 @@ class RunConfig(Keys):
         if self.card == Card():
             values.pop("card", None)  # absent where keys are chosen
         return values
+
+    @classmethod
+    def recorded(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Return the config that a run has recorded, without keys and masks that are gone since.
+
+        Raises:
+            ValidationError: the values are those of no run.
+        """
+        values = dict(values)
+        for section, key, gone in _GONE:
+            if isinstance(held := values.get(section), dict) and held.get(key) in gone:
+                values[section] = {name: held[name] for name in held.keys() - {key}}
+        return cls.model_validate(values)
 
     def unread(self) -> dict[str, str]:
         """Return the keys that this run does not read, each with the reason and the fix."""

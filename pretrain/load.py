@@ -354,7 +354,7 @@ def branch_point(run: Path, config: Optimizer, steps: int, warn: Callable[[str],
     if saved is None:
         raise no_checkpoint(run)
     try:
-        theirs = RunConfig.model_validate(saved.state["config"]).optimizer
+        theirs = RunConfig.recorded(saved.state["config"]).optimizer
         start = theirs.decay_start(int(saved.state["num_steps"]))
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from data_prep.messages import error_line
 from data_prep.shards import ShardSet, open_shards, read_listed
 from pretrain import RunError
-from pretrain.config import RunConfig
+from pretrain.config import MaskingConfig, RunConfig
 from pretrain.data.order import Order
 from pretrain.run_folder import check_run, no_checkpoint, sealed_state
 
@@ -207,7 +207,8 @@ def _plan(
         CorpusError: the shards cannot be opened.
     """
     try:
-        config = RunConfig.model_validate(state["config"])
+        config = RunConfig.recorded(state["config"])
+        MaskingConfig.model_validate(state["config"]["masking"])  # else it would draw other masks
         digest, world = str(state["shards"]), int(state["num_processes"])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(

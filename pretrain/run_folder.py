@@ -263,7 +263,7 @@ def recorded(folder: Path) -> RunConfig | None:
     try:
         # Only from a regular file: a pipe would block, and a huge file fill the memory.
         data = read_regular(folder / "config.json", _LONGEST_CONFIG)
-        return RunConfig.model_validate_json(data)
+        return RunConfig.recorded(parse_object(data))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -323,7 +323,7 @@ def recipe_changes(
     # Keys that its version did not have are at their defaults; others that it had may be gone.
     with suppress(ValidationError):
         known = {key: state["config"][key] for key in state["config"].keys() - {*SHAPE_NOTHING}}
-        before = flatten(RunConfig.model_validate(known).shaping()) | before
+        before = flatten(RunConfig.recorded(known).shaping()) | before
     # `teacher` and a list of the layers that it meant are the same student.
     inits, layers = [before.get("student.init"), now.get("student.init")], noted_layers(state)
     if "teacher" in inits and list(layers) in inits:

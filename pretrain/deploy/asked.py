@@ -9,7 +9,7 @@ from pathlib import Path
 from data_prep.messages import extra
 from data_prep.shards import open_shards
 from pretrain import RunError
-from pretrain.run_folder import is_run, recorded
+from pretrain.run_folder import recorded
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ def check_onnx(source: Path | str, wanted: Onnx) -> Onnx:
         if not wanted.data.is_file():
             open_shards(wanted.data, "validation")
         return wanted
-    config = recorded(Path(source)) if is_run(Path(source)) else None
-    if config is not None and (config.shards / "manifest.json").is_file():
+    problem = ""
+    if (config := recorded(Path(source))) is not None:
         try:
             open_shards(config.shards, "validation")
             return replace(wanted, data=config.shards)
-        except ValueError:  # moved or damaged, or without validation rows
-            pass
+        except ValueError as error:  # moved or damaged, or without validation rows
+            problem = f" ({error})"
     if wanted.int8:
         raise RunError(
-            f"--int8: there is nothing to measure {source} on; give --data SHARDS, or of a "
-            "sentence encoder a table of pairs with scores"
+            f"--int8: there is nothing to measure {source} on{problem}; give --data SHARDS, or "
+            "of a sentence encoder a table of pairs with scores"
         )
     return wanted
