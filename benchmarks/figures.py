@@ -35,7 +35,7 @@ SILENT = {
 # The folders of `pretrain` from low to high; the files beside them are a run, top to bottom.
 FOLDERS = (
     *("contracts", "kernels", "checkpoint", "data", "device", "model", "objectives", "tasks"),
-    *("distributed", "bench", "monitor", "deploy", "export"),
+    *("distributed", "bench", "monitor", "evaluation", "export", "shrink"),
 )
 
 # The files that a person opens to follow one thing, in the order of docs/ARCHITECTURE.md.
@@ -48,7 +48,11 @@ WALKS = {
     ),
     "CSV to metric": (
         *("data_prep/examples/making.py", "data_prep/examples/labelled_files.py"),
-        *("data_prep/examples/encoding.py", "pretrain/tasks/labelled.py", "pretrain/scores.py"),
+        *(
+            "data_prep/examples/encoding.py",
+            "pretrain/tasks/labelled.py",
+            "pretrain/evaluation/tasks.py",
+        ),
         *("pretrain/tasks/labelled_task.py", "pretrain/tasks/prediction.py"),
         "pretrain/tasks/task_metrics.py",
     ),
@@ -59,9 +63,13 @@ WALKS = {
         *("pretrain/tasks/task.py", "pretrain/model/folder.py"),
     ),
     "export to int8": (
-        *("launch/commands/export.py", "pretrain/deploy/asked.py", "pretrain/export/export.py"),
-        *("pretrain/deploy/write.py", "pretrain/deploy/graph.py", "pretrain/deploy/quality.py"),
-        "pretrain/deploy/quantise.py",
+        *("launch/commands/export.py", "pretrain/export/asked.py", "pretrain/export/export.py"),
+        *(
+            "pretrain/export/onnx/write.py",
+            "pretrain/export/onnx/graph.py",
+            "pretrain/shrink/int8.py",
+        ),
+        "pretrain/shrink/int8.py",
     ),
 }
 LIMIT = ROOT / ".ci" / "size.json"

@@ -41,7 +41,7 @@ from data_prep.sources import Document, WikiExtractor
 from pretrain.bench.micro_step import random_models, rows_of
 from pretrain.device.memory import freed_memory_kept
 from pretrain.device.precision import PRECISIONS
-from pretrain.encoders import compare_with_scores, read_pairs
+from pretrain.evaluation.encoders import compare_with_scores, read_pairs
 from pretrain.monitor.records import append_record, row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +52,7 @@ def bloomberg(inputs: Inputs) -> Callable[[], Tensor]:
     """Return the loss of Bloomberg's MiniLM (`minilmv2/minilmv2.py`) on these models."""
     from minilmv2.minilmv2 import MiniLM as Theirs
 
-    student, teacher = cast(Any, inputs.student), cast(Any, inputs.teacher)
+    student, teacher = cast(Any, inputs.student), cast("Any", inputs.teacher)
     layers = (model.config.num_hidden_layers for model in (teacher, student))
     relations = {(kind, kind): 1.0 for kind in (1, 2, 3)}
     theirs = Theirs(teacher.bert, student.bert, *layers, relations, 48)

@@ -209,7 +209,7 @@ def doubts(loaded: Inputs) -> list[str]:
 
     from data_prep.shards import open_shards
     from pretrain.contracts.terms import VocabularyTerm
-    from pretrain.evaluate import evaluate
+    from pretrain.evaluation.validation import evaluate
 
     config, split = loaded.config, loaded.manifest.splits.get("validation")
     guesses = any(isinstance(term, VocabularyTerm) for term in loaded.terms)

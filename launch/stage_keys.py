@@ -32,7 +32,7 @@ class ExamplesKeys(ExamplesConfig):
 
 
 class TrimKeys(Keys):
-    """Configure a model with fewer tokens: pretrain/model/trim.py.
+    """Configure a model with fewer tokens: pretrain/shrink/trim.py.
 
     Its output is a folder like the model's, a teacher or `model.init` for later stages. A corpus
     for it names it as `tokenizer`.
@@ -58,7 +58,7 @@ class TrimKeys(Keys):
 
 
 class PruneKeys(Keys):
-    """Configure a model with fewer heads and neurons: pretrain/tasks/importance.py.
+    """Configure a model with fewer heads and neurons: pretrain/shrink/prune.py.
 
     Its output is a folder like the model's. A run that continues it (`student.init`, with the model
     before as teacher) wins back quality.

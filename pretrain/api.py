@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import IGNORE
-from pretrain.encoders import encode
+from pretrain.evaluation.encoders import encode
 from pretrain.tasks.mlm.masking import Masking
 from pretrain.tasks.mlm.words import borders
 from pretrain.train import Outcome, train

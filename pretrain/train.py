@@ -31,7 +31,7 @@ from pretrain.distributed.processes import (
     timeout,
 )
 from pretrain.environment import GRACE
-from pretrain.evaluate import evaluate
+from pretrain.evaluation.validation import evaluate
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.kernels import products

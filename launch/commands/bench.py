@@ -120,9 +120,9 @@ def bench(
 def compare_models(models: Sequence[str], *, card: bool, record: Path | None) -> None:
     """Compare the size and speed of models and their ONNX files."""
     from pretrain import RunError
-    from pretrain.deploy.session import model_folder
-    from pretrain.deploy.speed import BATCH, BATCH_TOKENS, TOKENS, compare_speed
+    from pretrain.bench.speed import BATCH, BATCH_TOKENS, TOKENS, compare_speed
     from pretrain.model.folder import model_config
+    from pretrain.model.session import model_folder
     from pretrain.monitor.figures import Figure
     from pretrain.monitor.tables import markdown
     from pretrain.run_folder import check_model, onnx_file

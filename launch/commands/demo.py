@@ -103,9 +103,9 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> F
     from pretrain.files import replace_json
 
     if sentences:
-        from pretrain.encoders import MEANINGS
+        from pretrain.evaluation.encoders import MEANINGS
     else:
-        from pretrain.head_sums import MEANINGS
+        from pretrain.evaluation.heads import MEANINGS
 
     taken = output.exists() and not (output.is_dir() and (output / _MARKER).exists())
     if taken and (not output.is_dir() or any(output.iterdir())):
@@ -207,8 +207,8 @@ def measure(output: Path, *, quick: bool) -> Figures:
     from data_prep.messages import warn
     from launch.config import load_config
     from pretrain.config import RunConfig
-    from pretrain.evaluate import UNTRAINED
-    from pretrain.lm_heads import evaluate_heads
+    from pretrain.evaluation.heads import evaluate_heads
+    from pretrain.evaluation.validation import UNTRAINED
 
     teacher = load_config(RunConfig, Path("shipped:demo.yaml")).teacher
     assert teacher is not None
@@ -232,8 +232,8 @@ def measure(output: Path, *, quick: bool) -> Figures:
 
 def measure_encoders(output: Path, *, quick: bool) -> Figures:
     """Return the figures of sentence encoders."""
-    from pretrain.encoders import evaluate_encoders
-    from pretrain.evaluate import UNTRAINED
+    from pretrain.evaluation.encoders import evaluate_encoders
+    from pretrain.evaluation.validation import UNTRAINED
     from pretrain.run_folder import recorded
 
     config = recorded(output / "student")

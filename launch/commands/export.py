@@ -57,8 +57,7 @@ def export(
     from data_prep.messages import warn
     from launch.console import show
     from pretrain import RunError
-    from pretrain.deploy.asked import Onnx, check_onnx
-    from pretrain.export.arguments import check_repository, check_target, hub_token
+    from pretrain.export.asked import Onnx, check_onnx, check_repository, check_target, hub_token
     from pretrain.run_folder import check_run, is_run, sealed_state
 
     token = ""

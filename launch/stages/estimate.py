@@ -115,8 +115,8 @@ def compare_models(config: RunConfig, made: Made) -> None:
     """
     if real(config.shards) in made or not (config.shards / MANIFEST).exists():
         return
-    from pretrain.deploy.heads import check_fit
     from pretrain.model.task_head import labels_of
+    from pretrain.model.teacher import check_fit
     from pretrain.tasks.labelled import OUTPUTS, check_labels, config_of_head
     from pretrain.tasks.prediction import check_logits
 

@@ -152,8 +152,7 @@ def measure(
     Vectors are what models with and without an LM head have in common.
     """
     from data_prep.messages import warn
-    from pretrain import encoders, head_sums
-    from pretrain.lm_heads import evaluate_heads
+    from pretrain.evaluation import encoders, heads
 
     quiet()
     for name in models if not data.is_file() else ():
@@ -162,7 +161,7 @@ def measure(
         if same and has_other_shards(Path(name), load_manifest(data).digest):
             say(f"note: {name} was trained on different shards than {data} holds now")
     if not data.is_file() and load_manifest(data).has_labels:
-        from pretrain.scores import MEANINGS, evaluate_tasks
+        from pretrain.evaluation.tasks import MEANINGS, evaluate_tasks
 
         if rows is not None:
             raise RunError("--rows: is for a corpus; the examples of a task are read as a whole")
@@ -185,7 +184,7 @@ def measure(
         what = f"pairs of {data.name}" if data.is_file() else "validation documents"
         keep_figures(models, what, teacher, found)
         return found, encoders.MEANINGS
-    found = evaluate_heads(
+    found = heads.evaluate_heads(
         models,
         data,
         teacher=teacher,
@@ -196,14 +195,14 @@ def measure(
     )
     what = f"masked tokens of at most {rows or 1024:,} validation rows"
     keep_figures(models, what, teacher, found)
-    return found, head_sums.MEANINGS
+    return found, heads.MEANINGS
 
 
 def keep_figures(
     models: Sequence[str], what: str, teacher: str | None, found: Mapping[str, Mapping[str, Figure]]
 ) -> None:
     """Keep the figures of each run's newest checkpoint in its folder, for the card of an export."""
-    from pretrain.evaluate import UNTRAINED
+    from pretrain.evaluation.validation import UNTRAINED
 
     for model in models:
         run = Path(model)
@@ -249,7 +248,7 @@ def show_figures(found: Mapping[str, Mapping[str, Figure]], meanings: Mapping[st
     own.
     """
     from launch.console import print_table, show
-    from pretrain.evaluate import UNTRAINED
+    from pretrain.evaluation.validation import UNTRAINED
 
     names = list(dict.fromkeys(name for figures in found.values() for name in figures))
     series = [p for p in meanings if p not in names and any(n.startswith(p) for n in names)]

@@ -31,7 +31,7 @@ class Prune(Written):
         found = super().check(made, how, dry_run=dry_run)
         folder, shards = Path(self.config.model), self.config.shards
         if not {real(folder), real(shards)} & made.keys() and (folder / "config.json").is_file():
-            from pretrain.export.pruning import check_kind
+            from pretrain.shrink.prune import check_kind
 
             check_kind(self.config.model, folder, load_manifest(shards), shards)
         return found
@@ -73,6 +73,6 @@ class Prune(Written):
 
     def writer(self) -> Callable[..., None]:
         """Return `prune`."""
-        from pretrain.export.pruning import prune
+        from pretrain.shrink.prune import prune
 
         return prune

@@ -58,7 +58,14 @@ class Scores(Compared):
         if self._kept() == identity:
             show(f"{config.output / SCORES}: up to date")
             return ExitCode.DONE
-        from pretrain.suite import differences, figures_of, rooms, score_runs, sign, timed
+        from pretrain.evaluation.suite import (
+            differences,
+            figures_of,
+            rooms,
+            score_runs,
+            sign,
+            timed,
+        )
 
         quiet()
         table = score_runs(config.models, config.split, show)

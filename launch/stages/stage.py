@@ -15,7 +15,7 @@ from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.keys import Keys
 from pretrain import RunError
-from pretrain.deploy.session import model_folder
+from pretrain.model.session import model_folder
 from pretrain.plan import Planned, Sizes
 from pretrain.run_folder import onnx_file, sealed_state
 

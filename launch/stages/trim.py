@@ -34,6 +34,6 @@ class Trim(Written):
 
     def writer(self) -> Callable[..., None]:
         """Return `trim`."""
-        from pretrain.export.trimming import trim
+        from pretrain.shrink.trim import trim
 
         return trim

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from data_prep.disk.json_files import parse_object
 from data_prep.messages import first_line
 from pretrain import RunError
-from pretrain.deploy.asked import Onnx
-from pretrain.export.arguments import check_target
+from pretrain.export.asked import Onnx, check_target
 from pretrain.export.card import About, model_card
 from pretrain.files import replace_text
 from pretrain.model import tokenizer_files
@@ -117,7 +116,7 @@ def export(
             card.text = card.text.replace("## Use\n", f"{shown}\n\n## Use\n", 1)
             card.save(place / "README.md")
         if onnx is not None:
-            from pretrain.deploy.write import write_onnx  # needs the extra
+            from pretrain.export.onnx.write import write_onnx  # needs the extra
 
             write_onnx(place, onnx, say, before=folder)
         new.append((place / "README.md").read_text(encoding="utf-8"))
@@ -247,7 +246,7 @@ def export_model(
             pooler.load_state_dict(found)
 
     def extra(place: Path) -> None:
-        from pretrain.deploy.write import write_onnx  # needs the extra
+        from pretrain.export.onnx.write import write_onnx  # needs the extra
 
         write_modules(place, modules)
         write_onnx(place, onnx, say, before=folder)

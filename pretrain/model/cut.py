@@ -79,3 +79,27 @@ def cut_into(model: Any, small: Any, cuts: Cuts) -> None:
         state[name] = tensor
     small.load_state_dict({n: t for n, t in (*state.items(), *model.named_buffers()) if n in names})
     small.tie_weights()
+
+
+@torch.no_grad()
+def cut_zero_heads(model: PreTrainedModel) -> int:
+    """Take the heads out that nothing reads, at least one of a layer stays; return their number.
+
+    The model computes the same, and its config says more heads than it has.
+    """
+    if not family_of(model).attends:
+        return 0
+    cut = 0
+    for way, _ in ways(model):
+        kept = way.reads.weight.view(-1, way.num, way.width).ne(0).any(2).any(0)
+        kept[0] |= not kept.any()
+        cut += int((~kept).sum())
+        numbers = way.numbers(kept)
+        for linear in way.makes:
+            rows = rows_of(linear, numbers)
+            for name, parameter in [*linear.named_parameters()]:
+                setattr(linear, name, nn.Parameter(parameter[rows]))
+            linear.out_features = len(linear.weight)
+        way.reads.weight = nn.Parameter(way.reads.weight[:, numbers])
+        way.reads.in_features = way.reads.weight.shape[1]
+    return cut

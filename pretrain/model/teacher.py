@@ -14,8 +14,8 @@ from data_prep.tokens.comparison import difference
 from pretrain import RunError
 from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
-from pretrain.model.loading import TooFewPositions, check_row_length
-from pretrain.model.model_files import read_tokenizer, read_words
+from pretrain.model.loading import TooFewPositions, check_row_length, known_family
+from pretrain.model.model_files import read_config, read_tokenizer, read_words
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import read_head
 from pretrain.run_folder import check_source
@@ -213,3 +213,27 @@ def check_vocabulary(
                 f"{who}: its {role} token has id {id}, the shards' has {expected}; prepare the "
                 "corpus with its tokenizer"
             )
+
+
+def check_fit(
+    who: str,
+    folder: Path,
+    manifest: Manifest,
+    *,
+    shards: Path | None = None,
+    required: bool = True,
+) -> None:
+    """Refuse a model whose vocabulary or positions are not those of shards; no weights are read.
+
+    Args:
+        who: the beginning of the message.
+        folder: of the model.
+        manifest: of the shards.
+        shards: their folder, to compare the two tokenizers on a text.
+        required: refuse a folder without tokenizer files.
+    """
+    raw = read_config(who, folder)
+    family = known_family(who, raw)
+    config = family.completed(family.config.from_dict(raw))
+    check_tokenizer(who, folder, config, manifest, shards, required=required)
+    check_row_length(who, config, manifest)

@@ -20,10 +20,10 @@ import pytest
 from support.tiny import VOCABULARY, tiny_bert
 from tokenizers import Tokenizer
 
-from pretrain.deploy.asked import Onnx
-from pretrain.deploy.session import Session, vectors_of
-from pretrain.encoders import encode
+from pretrain.evaluation.encoders import encode
+from pretrain.export.asked import Onnx
 from pretrain.export.export import export_model
+from pretrain.model.session import Session, vectors_of
 from pretrain.tasks.embedding.modules import write_modules
 
 HERE = Path(__file__).parent

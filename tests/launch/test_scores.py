@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support import task_data
 
-from pretrain.scores import evaluate_tasks
+from pretrain.evaluation.tasks import evaluate_tasks
 
 Distil = Callable[..., Any]
 

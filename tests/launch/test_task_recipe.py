@@ -14,7 +14,7 @@ from support.task_data import WORDS, save_model, sentence
 from support.tiny import VOCABULARY
 from transformers import AutoModelForSequenceClassification
 
-from pretrain.scores import evaluate_tasks
+from pretrain.evaluation.tasks import evaluate_tasks
 
 ROOT = Path(__file__).parents[2]
 

@@ -39,7 +39,7 @@ def _graphs_once() -> None:
     """Write the graph of the same weights once a session: torch.onnx takes four seconds."""
     if find_spec("onnx") is None:
         return
-    from pretrain.deploy import write
+    from pretrain.export.onnx import write
 
     real = write.write_graph
 

@@ -24,17 +24,17 @@ from pretrain.config import RunConfig
 from pretrain.contracts.batch import apart
 from pretrain.contracts.packing import find_documents
 from pretrain.data.order import Order
-from pretrain.deploy.graph import Graph, write_graph
-from pretrain.deploy.session import Session
 from pretrain.export.export import export
+from pretrain.export.onnx.graph import Graph, write_graph
 from pretrain.model.bi_lstm_encoder import BiLstmConfig
 from pretrain.model.bi_lstm_heads import BiLstmForSequenceClassification
 from pretrain.model.families import FAMILIES, encode
-from pretrain.model.prune import cut_zero_heads, magnitudes
+from pretrain.model.session import Session
 from pretrain.model.task_head import TaskHead
 from pretrain.model.word_vectors import read_vectors
 from pretrain.model_config import Student
 from pretrain.objectives.kd import SoftLabels
+from pretrain.shrink.prune import cut_zero_heads, magnitudes
 from pretrain.tasks.labelled import LabelledRows
 
 SIZES = {"vocab_size": 60, "embedding_size": 6, "hidden_size": 10, "intermediate_size": 7}

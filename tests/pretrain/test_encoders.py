@@ -12,7 +12,7 @@ from support.runs import RECIPE, refused, start
 from transformers import AutoModel, AutoTokenizer
 
 from data_prep import CorpusError
-from pretrain.encoders import (
+from pretrain.evaluation.encoders import (
     compare_vectors,
     compare_with_scores,
     correlation,
@@ -21,7 +21,7 @@ from pretrain.encoders import (
     untrained,
     validation_texts,
 )
-from pretrain.evaluate import UNTRAINED
+from pretrain.evaluation.validation import UNTRAINED
 from pretrain.export.export import export
 from pretrain.monitor.figures import resamples
 from pretrain.tasks.task_metrics import pearson, spearman
@@ -156,7 +156,7 @@ def test_a_student_without_a_head_is_measured_and_its_card_says_so(
     (line,) = [line for line in out.splitlines() if " run " in line]
     assert str(expected["similarity"]) in line and str(expected["cosine"]) in line
     # Layers that the run noted, whatever today's default: 1 and 3 of 4.
-    from pretrain.encoders import load_encoder
+    from pretrain.evaluation.encoders import load_encoder
 
     begun = untrained([str(tmp_path / "run")], load_encoder(str(teacher_folder)))[UNTRAINED]
     theirs = AutoModel.from_pretrained(teacher_folder).encoder.layer[3].state_dict()

@@ -24,9 +24,9 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import open_shards
 from pretrain.contracts.packing import block_diagonal_mask, find_documents
-from pretrain.evaluate import evaluate
+from pretrain.evaluation.heads import evaluate_heads
+from pretrain.evaluation.validation import evaluate
 from pretrain.export.export import export
-from pretrain.lm_heads import evaluate_heads
 from pretrain.tasks.mlm.examples import evaluation_masking, masked_batch
 from pretrain.tasks.mlm.head_figures import measure_head, weak_teacher
 from pretrain.tasks.mlm.masking import Masked

@@ -22,10 +22,10 @@ from transformers import (
 import pretrain.model.folder as folder_module
 from data_prep.disk.temporary import held
 from pretrain import RunError, checkpoint
-from pretrain.export.arguments import check_repository, hub_token
+from pretrain.evaluation.heads import evaluate_heads
+from pretrain.export.asked import check_repository, hub_token
 from pretrain.export.card import model_card
 from pretrain.export.export import export
-from pretrain.lm_heads import evaluate_heads
 from pretrain.model.families import MaskedLM
 from pretrain.model.folder import load_model
 from pretrain.model.loading import assemble

@@ -13,7 +13,7 @@ from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-import pretrain.lm_heads
+import pretrain.evaluation.heads
 import pretrain.train
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import Batch
@@ -120,15 +120,15 @@ def test_evaluate_folder_computes_in_fp32(
 ) -> None:
     train(RunConfig.model_validate(settings))
     dtypes: list[torch.dtype] = []
-    inner = pretrain.lm_heads.encode
+    inner = pretrain.evaluation.heads.encode
 
     def noting(model: Any, *arguments: Any) -> Any:
         dtypes.append(model.dtype)
         return inner(model, *arguments)
 
-    monkeypatch.setattr(pretrain.lm_heads, "encode", noting)
+    monkeypatch.setattr(pretrain.evaluation.heads, "encode", noting)
     run = settings["output"]
-    found = pretrain.lm_heads.evaluate_heads(
+    found = pretrain.evaluation.heads.evaluate_heads(
         [run], Path(settings["shards"]), teacher=settings["teacher"], rows=8, warn=print
     )
     assert set(dtypes) == {torch.float32} and len(dtypes) >= 2

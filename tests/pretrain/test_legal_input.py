@@ -25,8 +25,8 @@ from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest
 from pretrain.config import RunConfig
 from pretrain.contracts.packing import find_documents
+from pretrain.evaluation.heads import evaluate_heads
 from pretrain.export.export import export
-from pretrain.lm_heads import evaluate_heads
 from pretrain.load import load_inputs
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import encode, family_of, shape_of

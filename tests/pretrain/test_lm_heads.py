@@ -16,8 +16,7 @@ from transformers import AutoModelForMaskedLM
 
 from data_prep.shards import open_shards
 from pretrain.contracts.packing import block_diagonal_mask, find_documents
-from pretrain.head_sums import HeadSums
-from pretrain.lm_heads import GUESSING, evaluate_heads
+from pretrain.evaluation.heads import GUESSING, HeadSums, evaluate_heads
 from pretrain.tasks.mlm.examples import evaluation_masking, masked_batch
 from pretrain.tasks.mlm.masking import Masked
 

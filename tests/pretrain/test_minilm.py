@@ -20,8 +20,8 @@ from transformers import AutoModel
 
 from pretrain.config import RunConfig
 from pretrain.contracts.terms import Shape, Signal, SignalTerm
+from pretrain.evaluation.heads import evaluate_heads
 from pretrain.export.export import export
-from pretrain.lm_heads import evaluate_heads
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import shape_of
 from pretrain.model.student import build_student

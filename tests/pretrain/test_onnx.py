@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,18 +24,18 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
+from data_prep.shards import open_shards
 from data_prep.tokens import of_shards
 from pretrain import RunError
-from pretrain.deploy import write as writing
-from pretrain.deploy.asked import Onnx, check_onnx
-from pretrain.deploy.graph import clean, compare, load_graph, precision_of, write, write_graph
-from pretrain.deploy.quality import HeadQuality, Quality, TaskQuality
-from pretrain.deploy.quantise import quantise
-from pretrain.deploy.session import Session
-from pretrain.encoders import encode, load_encoder
+from pretrain.evaluation.encoders import encode, load_encoder
+from pretrain.evaluation.heads import GUESSING, Block, Head, evaluate_heads, masked_blocks
+from pretrain.export.asked import Onnx, check_onnx
 from pretrain.export.export import export, export_model
-from pretrain.lm_heads import GUESSING, evaluate_heads
+from pretrain.export.onnx import write as writing
+from pretrain.export.onnx.graph import clean, compare, load_graph, precision_of, write, write_graph
+from pretrain.model.session import Session
 from pretrain.run_folder import onnx_file
+from pretrain.shrink.int8 import Answers, Gate, agreement, decided, gate, quantise
 from pretrain.tasks.embedding.modules import write_modules
 
 Settings = Callable[..., dict[str, Any]]
@@ -221,7 +220,7 @@ def test_another_weight_in_the_file_is_refused_with_the_figure(
 def test_an_export_whose_graph_is_wrong_leaves_nothing(
     head_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pretrain.deploy.write as module
+    import pretrain.export.onnx.write as module
 
     def wrong(graph: Any, file: Path, metadata: Any) -> None:
         graph.model.distilbert.transformer.layer[0].ffn.lin1.weight.data *= 1.001
@@ -384,23 +383,27 @@ def test_weights_are_rounded_to_the_range(one_layer: Path, tmp_path: Path) -> No
     assert (columns == largest).all()
 
 
-def test_head_quality_is_masked_accuracy(of_head: Path, corpus: Path) -> None:
-    """Compare with `distil evaluate` of the folder on all rows."""
+def test_the_gate_of_a_head_reads_the_same_masks_as_evaluate(of_head: Path, corpus: Path) -> None:
     file = of_head / "onnx" / "model.onnx"
-    quality = HeadQuality(file, corpus, 0)
-    assert quality.name == "agreement with fp32" and quality.measure(file)[:2] == (1.0, 1.0)
-    quality.labels = np.concatenate([d.labels for d in quality.documents])  # as of a trained model
+    found = gate(file, of_head, corpus, has_logits=True)
+    assert found.name == "agreement with fp32" and found.measure(file)[:2] == (1.0, 1.0)
+    split = open_shards(corpus, "validation")
+    blocks = masked_blocks(split, np.arange(len(split)))
+    labels = np.concatenate([block.labels_N for block in blocks])
     all_rows = evaluate_heads([str(of_head)], corpus, rows=10**6, warn=pytest.fail)[str(of_head)]
-    assert quality.of_all == pytest.approx(all_rows["accuracy"].value, abs=1e-9)
-    assert quality.measure(file)[:2] == (quality.of_all, 1.0)
+    right = (found.fp32.said == labels).mean()
+    assert right == pytest.approx(all_rows["accuracy"].value, abs=1e-9)
 
 
 def test_a_model_that_guesses_well_is_held_to_its_masked_accuracy(
     of_head: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HeadQuality, "answers", lambda self, _: self.labels)
-    quality = HeadQuality(of_head / "onnx" / "model.onnx", corpus, 0)
-    assert (quality.name, quality.of_all) == ("masked accuracy", 1.0)
+    def right(head: Head, block: Block) -> Any:
+        return torch.eye(head.num_tokens)[block.labels_N], []
+
+    monkeypatch.setattr(Head, "__call__", right)
+    found = gate(of_head / "onnx" / "model.onnx", of_head, corpus, has_logits=True)
+    assert (found.name, found.in_fp32) == ("masked accuracy", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -419,39 +422,33 @@ def test_answers_are_compared_over_tokens_and_tags_over_classes(
         known[..., 0] = 1.0
     other = known.copy()
     other[1, changed, 1] = 2.0
-    quality: Any = object.__new__(TaskQuality)
     tags = np.zeros((2, 9), dtype=np.int16)  # all are words, but for padding
     tags[:, 7:] = -100
-    quality.rows = SimpleNamespace(kind=kind, columns={"tags": tags})
-    quality.places = np.arange(2)
-    quality.in_fp32 = known
-    assert quality.agreement(other) == pytest.approx(same)
+    said = [decided(kind, logits, tags) for logits in (other, known)]
+    assert agreement(*said) == pytest.approx(same)
+
+
+def test_scores_and_vectors_are_compared_by_correlation_and_cosine() -> None:
+    scores = np.array([[1.0], [2.0], [4.0]], dtype=np.float32)
+    first = decided("regression", scores, scores)
+    assert agreement(first, 3 - 2 * first) == pytest.approx(-1.0)
+    vectors = np.array([[1.0, 0.0], [0.0, 2.0]], dtype=np.float32)
+    assert agreement(vectors, np.array([[3.0, 0.0], [1.0, 0.0]])) == pytest.approx(0.5)
 
 
 def test_the_drop_of_int8_has_the_interval_of_paired_examples() -> None:
     """Let 900 of 1,000 answers be right in fp32, and 10 of these wrong in int8."""
     draw = np.random.default_rng(3)
-    fp32 = (draw.permutation(1000) < 900).astype(float)
-    ours = np.where(np.cumsum(fp32) * fp32 % 90 == 1, 0.0, fp32)
+    fp32 = (draw.permutation(1000) < 900).astype(int)
+    ours = np.where(np.cumsum(fp32) * fp32 % 90 == 1, 0, fp32)
     assert fp32.sum() - ours.sum() == 10
 
-    class Known(Quality):
-        size, in_fp32 = 1000, fp32
+    def answers(right: Any) -> Answers:
+        return Answers(right, 1000, lambda some: float(right[some].mean()))
 
-        def answers(self, file: Path) -> Any:
-            return ours
-
-        def examples(self, answers: Any) -> Any:
-            return answers
-
-        def value(self, examples: Any, some: Any) -> float:
-            return float(examples[some].mean())
-
-        def agreement(self, answers: Any) -> float:
-            return float((answers == fp32).mean())
-
-    value, agreement, found = Known().measure(Path("file"))
-    assert (value, agreement) == (pytest.approx(0.89), pytest.approx(0.99))
+    known = Gate("accuracy", "1,000 examples", answers(fp32), lambda file: answers(ours))
+    value, same, found = known.measure(Path("file"))
+    assert (value, same) == (pytest.approx(0.89), pytest.approx(0.99))
     half = 1.96 * (fp32 - ours).std() / 1000**0.5  # about 0.006; unpaired it were 0.027
     assert found.value == pytest.approx(0.01) and found.low is not None
     assert found.low == pytest.approx(0.01 - half, abs=half / 3)
@@ -557,7 +554,7 @@ def test_what_cannot_be_made_is_refused_before(
     pairs.write_text("sentence1,sentence2,score\na,b,1\n", encoding="utf-8")
     with pytest.raises(RunError, match="a model with an LM head is measured on shards"):
         export(head_run, tmp_path / "e", pytest.fail, onnx=Onnx(int8=True, data=pairs))
-    monkeypatch.setattr("pretrain.deploy.asked.find_spec", lambda name: None)
+    monkeypatch.setattr("pretrain.export.asked.find_spec", lambda name: None)
     with refused("ONNX files need the package onnx: install the extra onnx: pip install '.[onnx]'"):
         check_onnx(head_run, Onnx())
 
@@ -583,7 +580,7 @@ def test_models_and_their_files_are_compared_in_size_and_speed(
 ) -> None:
     """Call it twice: the card has one table, and names no folder of this machine."""
     from launch.cli import app
-    from pretrain.deploy import speed
+    from pretrain.bench import speed
 
     monkeypatch.setattr(speed, "_ROUNDS", 1)
     monkeypatch.chdir(tmp_path)
@@ -614,7 +611,7 @@ def test_a_process_of_a_file_imports_no_torch(of_sentences: Path) -> None:
     file = of_sentences / "onnx" / "model.onnx"
     program = f"""
 import sys
-from pretrain.deploy.speed import load
+from pretrain.bench.speed import load
 run, size = load({str(file)!r}, 1)
 import numpy as np
 print(run(np.full((2, 3), 7)).shape, size, "torch" in sys.modules)

@@ -25,9 +25,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM
 
 from data_prep.shards import open_shards
-from pretrain.export.pruning import best, best_heads, calibration
-from pretrain.model.prune import Units, cut_zero_heads, magnitudes, pruned_model
-from pretrain.tasks.importance import Calibration, scores
+from pretrain.model.cut import cut_zero_heads
+from pretrain.shrink.prune import (
+    Calibration,
+    Units,
+    best,
+    best_heads,
+    calibration,
+    magnitudes,
+    pruned_model,
+    scores,
+)
 
 # What reads the heads of a layer, and what reads its neurons.
 READERS = {
@@ -479,7 +487,7 @@ def test_a_killed_stage_is_made_by_the_same_command(
     save(tmp_path / "model", "bert")
     path = recipe(tmp_path, "classification", heads=2)
     for moment in (
-        "import pretrain.export.pruning as m; m.compare = end",  # chosen, not written
+        "import pretrain.shrink.prune as m; m.compare = end",  # chosen, not written
         "import launch.stages.written as m; m.replace_json = end",  # written, without its record
         "import launch.stages.written as m; m.Path.rename = end",  # with it, beside its place
     ):

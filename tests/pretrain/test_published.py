@@ -27,7 +27,7 @@ from transformers import (
 
 from data_prep.tokens import load
 from pretrain.contracts.packing import find_documents
-from pretrain.encoders import load_encoder
+from pretrain.evaluation.encoders import load_encoder
 from pretrain.model.families import encode
 from pretrain.model.folder import read_model
 

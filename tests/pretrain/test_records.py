@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import binomtest
 from support.runs import RECIPE, start
 
-from pretrain.lm_heads import evaluate_heads
+from pretrain.evaluation.heads import evaluate_heads
 from pretrain.monitor.figures import Figure, share
 
 

@@ -13,7 +13,7 @@ from support.tiny import VOCABULARY, tiny_bert, word_tokenizer
 
 from data_prep import CorpusError
 from pretrain import RunError
-from pretrain.encoders import load_encoder
+from pretrain.evaluation.encoders import load_encoder
 
 library = pytest.importorskip("sentence_transformers")
 

@@ -13,13 +13,23 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torchmetrics.functional.text.squad import squad
 
 from pretrain import RunError
-from pretrain.encoders import compare_vectors
+from pretrain.evaluation.encoders import compare_vectors
+from pretrain.evaluation.suite import Scored, differences, figures_of, rooms, sign
+from pretrain.evaluation.tasks import (
+    Entity,
+    Measured,
+    _of_labels,
+    _of_tags,
+    best_span,
+    counts,
+    entities,
+    exact_match,
+    f1,
+    figures,
+    retention,
+)
 from pretrain.monitor.figures import Figure, share
-from pretrain.scores import Measured, _of_labels, _of_tags, figures, retention
-from pretrain.suite import Scored, differences, figures_of, rooms, sign
-from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.task_metrics import of_classes, of_scores
-from pretrain.tasks.token_classification.entities import Entity, counts, entities
 
 # Classes and scores
 

@@ -38,7 +38,9 @@ from launch.stages.evaluate import measure
 from pretrain.contracts.batch import PLACES, Batch, apart
 from pretrain.contracts.terms import Encoded
 from pretrain.data.order import Order
-from pretrain.deploy.asked import Onnx
+from pretrain.evaluation.suite import score_runs
+from pretrain.evaluation.tasks import evaluate_tasks
+from pretrain.export.asked import Onnx
 from pretrain.export.export import export, export_model
 from pretrain.model.folder import read_model
 from pretrain.model.student import build_student
@@ -46,8 +48,6 @@ from pretrain.model.task_head import TaskHead
 from pretrain.model_config import Student
 from pretrain.objectives.finetune import labels_term, loss_of_labels
 from pretrain.objectives.kd import soft_term
-from pretrain.scores import evaluate_tasks
-from pretrain.suite import score_runs
 from pretrain.tasks import labelled_task
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, logits_by, task_head_of
 from pretrain.tasks.prediction import predict

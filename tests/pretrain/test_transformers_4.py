@@ -27,10 +27,10 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from pretrain.config import RunConfig
 from pretrain.export.export import body, export
-from pretrain.export.pruning import prune
 from pretrain.model.folder import load_model
 from pretrain.model.student import build_student
 from pretrain.model_config import Student
+from pretrain.shrink.prune import prune
 from pretrain.train import train
 
 pytestmark = pytest.mark.slow

@@ -29,8 +29,7 @@ from transformers import (
     XLMRobertaForMaskedLM,
 )
 
-from pretrain.export.trimming import held, unknown_id
-from pretrain.model.trim import kept_tokens, trimmed_model, trimmed_tokenizer
+from pretrain.shrink.trim import held, kept_tokens, trimmed_model, trimmed_tokenizer, unknown_id
 
 OURS = ["die", "grüßen", "Müller", "am", "Fluß", "wo", "Äpfel", "und", "Öl", "stehen"]
 OTHERS = ["naïve", "Cafés", "Zürich", "verlassen", "niemals", "siebzehn", "unbekannte", "Häuser"]

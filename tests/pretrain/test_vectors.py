@@ -30,7 +30,7 @@ from data_prep.prepare import prepare
 from data_prep.shards import Segments, load_manifest, open_shards
 from launch.cli import app
 from pretrain import RunError
-from pretrain.encoders import encode
+from pretrain.evaluation.encoders import encode
 from pretrain.exit_codes import ExitCode
 from pretrain.export.export import export
 from pretrain.monitor.status import verdict

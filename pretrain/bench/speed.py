@@ -3,7 +3,7 @@
 Every model has a process of its own, so that its memory is its own and no library's threads wait
 beside another's; one of ONNX imports no torch. The processes compute in turn.
 
-    python -m pretrain.deploy.speed MODEL THREADS   reads a line for each turn, and answers in JSON
+    python -m pretrain.bench.speed MODEL THREADS   reads a line for each turn, and answers in JSON
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain import RunError
-from pretrain.deploy.session import LOGITS, Session, model_folder
+from pretrain.model.session import LOGITS, Session, model_folder
 from pretrain.run_folder import onnx_file
 
 TOKENS, BATCH, BATCH_TOKENS = 16, 32, 64

@@ -1,4 +1,4 @@
-"""Check what is asked of ONNX files before torch is imported, which takes seconds."""
+"""Check what is asked of an export before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from huggingface_hub import get_token
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
 from data_prep.messages import extra
 from data_prep.shards import open_shards
 from pretrain import RunError
-from pretrain.run_folder import recorded
+from pretrain.run_folder import recorded, taken
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,41 @@ def check_onnx(source: Path | str, wanted: Onnx) -> Onnx:
             "of a sentence encoder a table of pairs with scores"
         )
     return wanted
+
+
+def check_target(run: Path, folder: Path, *, again: bool) -> None:
+    """Refuse to export a run to a folder that holds something or lies among its checkpoints.
+
+    Args:
+        run: the output folder of the run.
+        folder: the target.
+        again: it may hold an export; the export compares the two.
+    """
+    target = folder.resolve()
+    if not again and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise taken(folder)
+    if target.is_relative_to((run / "checkpoints").resolve()):
+        raise RunError(f"{folder}: lies among the run's checkpoints; export to another folder")
+
+
+def check_repository(name: str) -> None:
+    """Raise RunError for what cannot be a repository's name on a hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise RunError(f"--push {name!r}: not NAME or OWNER/NAME; nothing was written") from None
+
+
+def hub_token() -> str:
+    """Return the token of HF_TOKEN, or that of `hf auth login`.
+
+    Raises:
+        RunError: there is neither.
+    """
+    token = get_token()
+    if not token:
+        raise RunError(
+            "--push needs a token with write access: run `hf auth login`, or set the environment "
+            "variable HF_TOKEN; nothing was written"
+        )
+    return token

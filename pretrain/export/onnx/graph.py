@@ -40,7 +40,11 @@ from transformers import (
 
 from data_prep.messages import first_line
 from pretrain import RunError
-from pretrain.deploy.session import (
+from pretrain.model.cut import cut_zero_heads
+from pretrain.model.families import FAMILIES
+from pretrain.model.pooling import ACTIVATIONS, SentenceHead
+from pretrain.model.sentences import read_head
+from pretrain.model.session import (
     ENDS,
     HIDDEN,
     LOGITS,
@@ -50,10 +54,6 @@ from pretrain.deploy.session import (
     padded,
     reads_types,
 )
-from pretrain.model.families import FAMILIES
-from pretrain.model.pooling import ACTIVATIONS, SentenceHead
-from pretrain.model.prune import cut_zero_heads
-from pretrain.model.sentences import read_head
 
 OPSET = 20  # the first with Gelu as one operator
 LIMITS = {"fp32": 1e-4, "fp16": 1e-2}  # largest difference, relative to PyTorch's largest output

@@ -19,13 +19,12 @@ from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256, indented_json
 from data_prep.shards import load_manifest
 from pretrain import RunError
-from pretrain.deploy.asked import Onnx
-from pretrain.deploy.graph import Graph, compare, load_graph, to_fp16, write_graph
-from pretrain.deploy.quality import ROWS, check_texts, quality_of
-from pretrain.deploy.quantise import quantise
-from pretrain.deploy.session import ENDS, LOGITS, Session, pad_id, reads_types, text_length
-from pretrain.encoders import example_texts, read_pairs, validation_texts
+from pretrain.evaluation.encoders import example_texts, read_pairs, validation_texts
+from pretrain.export.asked import Onnx
+from pretrain.export.onnx.graph import Graph, compare, load_graph, to_fp16, write_graph
+from pretrain.model.session import ENDS, LOGITS, Session, pad_id, reads_types, text_length
 from pretrain.monitor.tables import markdown
+from pretrain.shrink.int8 import ROWS, check_texts, gate, quantise
 
 CODE = 1  # raised when the same inputs would give other files
 RECORD = "export.json"
@@ -134,8 +133,8 @@ def _make(graph: Graph, folder: Path, wanted: Onnx, say: Callable[[str], None]) 
         note(file)
     if wanted.int8:
         assert wanted.data is not None
-        quality = quality_of(source, folder, wanted.data, has_logits=graph.has_logits)
-        say(f"int8: {quality.name} {quality.of_all:.4f} in fp32; measuring")
+        quality = gate(source, folder, wanted.data, has_logits=graph.has_logits)
+        say(f"int8: {quality.name} {quality.in_fp32:.4f} in fp32; measuring")
         file = source.with_name("model_quantized.onnx")
         quantise(source, file, metadata)
         value, agreement, drop = quality.measure(file)
@@ -147,8 +146,8 @@ def _make(graph: Graph, folder: Path, wanted: Onnx, say: Callable[[str], None]) 
         note(
             file,
             quality=quality.name,
-            examples=quality.count,
-            in_fp32=quality.of_all,
+            examples=quality.examples,
+            in_fp32=quality.in_fp32,
             value=value,
             drop=drop.value,
             agreement=agreement,

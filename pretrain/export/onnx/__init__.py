@@ -1,0 +1,1 @@
+"""Write a model as ONNX files, and compare them with PyTorch."""

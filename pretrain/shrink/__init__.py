@@ -1,0 +1,1 @@
+"""Make a finished model smaller: tokens, heads and neurons, or bits."""
