@@ -50,10 +50,10 @@ WALKS = {
         *("data_prep/examples/making.py", "data_prep/examples/labelled_files.py"),
         *(
             "data_prep/examples/encoding.py",
-            "pretrain/tasks/labelled.py",
+            "pretrain/tasks/labelled/examples.py",
             "pretrain/evaluation/tasks.py",
         ),
-        *("pretrain/tasks/labelled_task.py", "pretrain/tasks/prediction.py"),
+        *("pretrain/tasks/labelled/task.py", "pretrain/tasks/labelled/prediction.py"),
         "pretrain/tasks/task_metrics.py",
     ),
     "a key": ("pretrain/config.py", "launch/config.py"),

@@ -19,8 +19,7 @@ from data_prep.pipeline.plan import Plan
 from data_prep.pipeline.stages.documents import read_part
 from data_prep.pipeline.stages.extract import ExtractTask, extract, extract_task
 from data_prep.sources import Document, Piece, Source
-from data_prep.sources.compressed import decompressed, is_compressed
-from data_prep.sources.files import opened
+from data_prep.sources.files import decompressed, is_compressed, opened
 from data_prep.tokens import load
 from data_prep.tokens.training import train_tokenizer
 

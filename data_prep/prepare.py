@@ -27,9 +27,8 @@ from data_prep.messages import Progress, megabytes
 from data_prep.pipeline.engines import Engine, Run, started
 from data_prep.pipeline.finished import find_finished, open_work
 from data_prep.pipeline.plan import PART_BYTES, PIECE_BYTES, STAGES, Plan
+from data_prep.pipeline.processes import FailedError, WorkerDiedError
 from data_prep.pipeline.ray_tasks import num_nodes
-from data_prep.pipeline.results import FailedError, WorkerDiedError
-from data_prep.pipeline.stage import Reads
 from data_prep.pipeline.stages.extract import place_of
 from data_prep.pipeline.stages.finish import (
     MANY_UNKNOWN,
@@ -42,7 +41,7 @@ from data_prep.pipeline.stages.finish import (
     unknown_text,
 )
 from data_prep.pipeline.store import StoredStage
-from data_prep.pipeline.units import Unit, UnitRecord, is_output_whole, is_same, run_unit
+from data_prep.pipeline.units import Reads, Unit, UnitRecord, is_output_whole, is_same, run_unit
 from data_prep.pipeline.watchdog import START, last_seen
 from data_prep.shards import Manifest, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS, UnknownRecord

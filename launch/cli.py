@@ -31,8 +31,7 @@ from launch.commands.report import report
 from launch.commands.vectors import vectors
 from launch.commands.verify import verify
 from pretrain import __version__
-from pretrain.environment import ENDS_WITH_STDIN, HEARTBEATS
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ENDS_WITH_STDIN, HEARTBEATS, ExitCode
 
 app = typer.Typer(
     name="distil",

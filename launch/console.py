@@ -31,7 +31,7 @@ from rich.text import Text
 from data_prep.disk import Busy
 from data_prep.disk.credentials import masked
 from data_prep.messages import error_line, one_line, printable
-from pretrain.environment import LOGS
+from pretrain.contracts.process import LOGS
 from pretrain.monitor.figures import RATES, label
 
 RUN_LOG = "logs/pretrain.log"  # in the folder of a run that no launcher has started

@@ -64,7 +64,7 @@ class Model(Keys):
 
 
 class Projected(Keys):
-    """Take the teacher's largest weights for a narrower student: pretrain/model/project.py."""
+    """Take the teacher's largest weights for a narrower student: pretrain/model/student.py."""
 
     project: Literal["teacher"]
     """What it is cut from."""

@@ -16,7 +16,7 @@ from data_prep.shards import Manifest, ShardSet, open_shards
 from pretrain.checkpoint import Writer
 from pretrain.config import Optimizer, RunConfig
 from pretrain.data.rows import StepDataset, split
-from pretrain.device.hardware import hardware_of
+from pretrain.device.gpu import hardware_of
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
 from pretrain.distributed.processes import same_everywhere
@@ -25,8 +25,7 @@ from pretrain.model.distillation import Distillation, parameters_by_name
 from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
-from pretrain.monitor.metrics import Metrics, Progress
-from pretrain.monitor.spikes import SpikeDetector
+from pretrain.monitor.metrics import Metrics, Progress, SpikeDetector
 from pretrain.plan import num_steps
 from pretrain.state import TrainState
 from pretrain.tasks.task import Measure

@@ -16,6 +16,7 @@ from data_prep.shards import check
 from pretrain.bench.machine import commit, hardware
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import Rows
+from pretrain.contracts.process import GRACE, ExitCode, Signals, stop_on_signal
 from pretrain.data.rows import explained_workers, loader, next_rows
 from pretrain.device.memory import freed_memory_kept
 from pretrain.device.micro_batch import explained, resolve_micro_batch
@@ -30,9 +31,7 @@ from pretrain.distributed.processes import (
     start_ranks,
     timeout,
 )
-from pretrain.environment import GRACE
 from pretrain.evaluation.validation import evaluate
-from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.kernels import products
 from pretrain.load import load_inputs
@@ -43,7 +42,6 @@ from pretrain.monitor.progress import Pace, describe, report
 from pretrain.monitor.status import STATUS, read_status, verdict, write_status
 from pretrain.run import Ended, Run, build, write_checkpoint
 from pretrain.run_folder import check_output
-from pretrain.signals import Signals, stop_on_signal
 from pretrain.step import micro_batches, train_step
 
 

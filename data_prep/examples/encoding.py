@@ -40,7 +40,7 @@ from data_prep.examples.values import (
 )
 from data_prep.messages import one_line
 from data_prep.tokens import Tokens
-from data_prep.tokens.failures import explained
+from data_prep.tokens.tokenizer import explained
 
 IGNORE = -100  # as torch's cross-entropy
 _TOGETHER = 1024  # examples

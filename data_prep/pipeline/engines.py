@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
 
-from data_prep.pipeline.processes import here, processes
+from data_prep.pipeline.processes import Function, Report, Results, Work, here, processes
 from data_prep.pipeline.ray_tasks import ray_tasks
-from data_prep.pipeline.results import Function, Report, Results, Work
 from data_prep.pipeline.store import Store
 
 Engine = Literal["processes", "ray"]

@@ -1,21 +1,109 @@
-"""Run units in this process, or in a pool of processes."""
+"""Run units in this process or in a pool of processes, and collect what became of them."""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from data_prep.pipeline.malloc import return_large_blocks
-from data_prep.pipeline.results import MANY, Function, Results, Work, WorkerDiedError
+from data_prep import CorpusError
+
+Function = Callable[[Any], Any]  # defined in a module, so that processes can import it
+Report = Callable[[int, Any], None]  # (number of an item, its result), after each
+MANY, FIRST = 100, 10  # failures, after which the rest is not tried; when nothing has succeeded
+
+
+class WorkerDiedError(CorpusError):
+    """Report a worker process that died without an error message."""
+
+
+class FailedError(CorpusError):
+    """Report the items of a run that failed, by their number, and how many were not tried."""
+
+    def __init__(self, failures: dict[int, CorpusError], not_tried: int = 0) -> None:
+        super().__init__(str(failures[min(failures)]))
+        self.failures, self.not_tried = failures, not_tried
+
+
+class Results:
+    """Collect what became of items."""
+
+    def __init__(self, num: int, report: Report) -> None:
+        self.results: list[Any] = [None] * num
+        self.failures: dict[int, CorpusError] = {}
+        self.report = report
+        self.num_done = 0
+
+    def take(self, number: int, get: Callable[[], Any]) -> None:
+        """Take the result of an item, or its CorpusError."""
+        try:
+            result = get()
+        except CorpusError as error:
+            self.fail(number, error)
+        else:
+            self.num_done += 1
+            self.results[number] = result
+            self.report(number, result)
+
+    def fail(self, number: int, error: CorpusError) -> None:
+        """Set an item aside."""
+        self.failures[number] = error
+        most = MANY
+        if not self.num_done:  # a script that workers cannot import, a store that nobody reaches
+            most = 1 if isinstance(error, WorkerDiedError) else min(FIRST, MANY)
+        if len(self.failures) > most:
+            not_tried = len(self.results) - self.num_done - len(self.failures)
+            raise FailedError(self.failures, not_tried)
+
+    def all(self) -> list[Any]:
+        """Return the results of all items."""
+        if self.failures:
+            raise FailedError(self.failures)
+        return self.results
+
+
+# What an engine does: it hands each item's result or failure to the results.
+Work = Callable[[Function, Sequence[Any], Results, Function], None]
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
+
+
+def return_large_blocks() -> None:
+    """Make malloc return every block of a mebibyte or more when it is freed.
+
+    glibc raises its threshold to 32 MiB over time, and long texts of different sizes then fragment
+    the heap: 550 MB after a gigabyte of text, compared with 130. Other systems are left alone.
+    """
+    _set_malloc({_M_MMAP_THRESHOLD: 2**20})
+
+
+def keep_large_blocks() -> None:
+    """Make malloc keep freed blocks again, up to the ceilings of glibc's own adjustment.
+
+    A run in a process that has prepared a corpus waits for new pages in each step otherwise: the
+    demo trained at half the speed.
+    """
+    _set_malloc({_M_MMAP_THRESHOLD: 2**25, _M_TRIM_THRESHOLD: 2**26})
+
+
+def _set_malloc(values: Mapping[int, int]) -> None:
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            for parameter, value in values.items():
+                mallopt(parameter, value)
+
 
 _DIED = (
     "its worker died twice (out of memory, killed, a document that took too long, or a script "

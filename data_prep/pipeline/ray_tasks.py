@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from data_prep import CorpusError
 from data_prep.messages import error_line, extra, one_line
-from data_prep.pipeline.processes import set_up
-from data_prep.pipeline.results import Function, Results, Work, WorkerDiedError
+from data_prep.pipeline.processes import Function, Results, Work, WorkerDiedError, set_up
 from data_prep.pipeline.store import Store
 
 _MEMORY = 2**30  # bytes that a task asks a cluster for

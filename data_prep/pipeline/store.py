@@ -31,9 +31,7 @@ from data_prep.messages import one_line
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, run_unit
 from data_prep.pipeline.watchdog import noted_elsewhere
 from data_prep.shards.manifest import FileRecord
-from data_prep.sources.ranges import again
-from data_prep.sources.remote import reached
-from data_prep.sources.sending import FILES_AT_ONCE, files_below, send
+from data_prep.sources.remote import FILES_AT_ONCE, again, files_below, reached, send
 
 _SCRATCH = "scratch-"  # begins the name of a folder of one task
 

@@ -20,8 +20,7 @@ from data_prep.disk.json_files import parse_object
 from data_prep.messages import Progress, extra
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import MANIFEST, FileRecord, ShardRecord
-from data_prep.sources.remote import DRIVERS
-from data_prep.sources.sending import FILES_AT_ONCE, files_below, send
+from data_prep.sources.remote import DRIVERS, FILES_AT_ONCE, files_below, send
 
 FILES_IN_A_COMMIT = 64  # hf:// allows some hundred commits an hour
 

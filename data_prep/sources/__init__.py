@@ -14,11 +14,10 @@ from data_prep.sources.books import Books
 from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import Piece
 from data_prep.sources.hub import HuggingFace
-from data_prep.sources.jsonl import Jsonl
 from data_prep.sources.mediawiki import Mediawiki
 from data_prep.sources.python_docs import PythonDocs
 from data_prep.sources.row_groups import Parquet
-from data_prep.sources.tables import Csv, Tsv
+from data_prep.sources.tables import Csv, Jsonl, Tsv
 from data_prep.sources.text import Sentences, Text
 from data_prep.sources.wikiextractor import WikiExtractor
 

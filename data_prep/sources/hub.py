@@ -16,9 +16,9 @@ from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.messages import error_line
 from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import Piece, opened, state_of_folder
-from data_prep.sources.records import Record, RecordSource
 from data_prep.sources.remote import is_remote, reached
 from data_prep.sources.row_groups import RowGroups
+from data_prep.sources.tables import Record, RecordSource
 
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream of batches
 

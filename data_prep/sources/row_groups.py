@@ -17,7 +17,7 @@ from data_prep import CorpusError
 from data_prep.messages import error_line, one_line
 from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import LINE_LIMIT, Piece, opened
-from data_prep.sources.records import Record, RecordSource
+from data_prep.sources.tables import Record, RecordSource
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -14,7 +14,7 @@ from typing import Any
 from data_prep import CorpusError
 from data_prep.disk.json_files import NotRegularError, parse_object, read_regular
 from data_prep.messages import first_line, one_line
-from data_prep.tokens.failures import as_value_errors
+from data_prep.tokens.tokenizer import as_value_errors
 
 # Case, accents of both Unicode forms, Chinese, white space, an invisible character, punctuation.
 _TEXTS = (

@@ -7,7 +7,7 @@ import numpy as np
 from data_prep.config import JsonTokenizer
 from data_prep.shards import Manifest
 from data_prep.tokens import load, of_shards
-from data_prep.tokens.fast import PROBE
+from data_prep.tokens.tokenizer import PROBE
 
 _WORDS = 1000  # so many words of the vocabulary, in title case and with accents
 

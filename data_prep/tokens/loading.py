@@ -12,8 +12,7 @@ from data_prep.config import JsonTokenizer, Normalization, VocabularyTokenizer
 from data_prep.disk.json_files import read_regular
 from data_prep.shards import Manifest, read_listed
 from data_prep.tokens.agreement import check_agreement, settings_of
-from data_prep.tokens.failures import explained
-from data_prep.tokens.tokenizer import NAMES, Tokens
+from data_prep.tokens.tokenizer import NAMES, Tokens, explained
 
 _BERT = ("Bert", "DistilBert", "Electra")  # classes of which all is in vocab.txt
 

@@ -1,7 +1,17 @@
-"""Turn text into ids with a tokenizer; text never becomes a special id."""
+"""Turn text into ids with a tokenizer; text never becomes a special id.
+
+Texts of any length are divided into pieces and calls of bounded size. The optional package
+`nanotoken` encodes WordPiece, much faster, to the same ids.
+"""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import string
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,11 +24,135 @@ from tokenizers.processors import TemplateProcessing
 from data_prep import CorpusError
 from data_prep.disk import write_file
 from data_prep.disk.json_files import canonical_sha256
+from data_prep.messages import error_line, extra
 from data_prep.shards import vocabulary_sha256
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
-from data_prep.tokens.failures import explained
-from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
-from data_prep.tokens.long_texts import calls
+
+
+@contextmanager
+def as_value_errors() -> Iterator[None]:
+    """Raise ValueError, with the reason in one line, where the library fails.
+
+    It raises bare Exception for a mistake in tokenizer.json, and pyo3's PanicException, which is
+    no subclass of Exception, for a regex that needs too many steps on a text.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(error_line(error)) from None
+
+
+@contextmanager
+def explained(who: str, fault: str) -> Iterator[None]:
+    """Raise CorpusError that names the tokenizer and its fault, where the library fails."""
+    try:
+        with as_value_errors():
+            yield
+    except ValueError as error:
+        raise CorpusError(
+            f"{who}: {fault} ({error_line(error)}): correct it, or choose a different tokenizer"
+        ) from None
+
+
+# One `encode` takes about 150 bytes a character: 100,000 characters a piece and a million a call
+# keep a document of any size below 200 MB.
+PIECE_CHARACTERS = 100_000
+CALL_CHARACTERS = 1_000_000
+# WordPiece has one id, [UNK], for a word of more than 100 characters: so has each half of one that
+# is cut this far from both ends.
+UNKNOWN_CHARACTERS = 500
+
+
+def split_text(text: str, limit: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """Cut a text before whitespace into pieces of at most `limit` characters.
+
+    Without whitespace it is cut before punctuation or an ideograph, else inside a word, which is
+    then two of [UNK] instead of one.
+    """
+    start = 0
+    while len(text) - start > limit:
+        window = (start + 1, start + limit + 1)
+        end = max(text.rfind(" ", *window), text.rfind("\n", *window))
+        if end < 0:
+            first = max(start + 1, start + limit - 2 * UNKNOWN_CHARACTERS)
+            places = range(start + limit, first, -1)
+            middle = (first + start + limit) // 2
+            # BERT's pre-tokenizer splits before these in any context.
+            end = next(
+                (
+                    place
+                    for place in places
+                    if unicodedata.category(text[place])[0] in "PZ"
+                    or text[place] in string.punctuation
+                    or "\u4e00" <= text[place] <= "\u9fff"
+                ),
+                middle,
+            )
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def calls(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
+    """Yield the (number of text, piece) of all texts, in lists of at most CALL_CHARACTERS."""
+    held: list[tuple[int, str]] = []
+    size = 0
+    for number, text in enumerate(texts):
+        for piece in split_text(text):
+            if held and size + len(piece) > CALL_CHARACTERS:
+                yield held
+                held, size = [], 0
+            held.append((number, piece))
+            size += len(piece)
+    if held:
+        yield held
+
+
+NO_WORD_PIECE = "the tokenizer is not WordPiece"
+CACHE_ENTRIES = 2**16  # sixteen times as many take 40 MB more and are no faster
+Encoder = Callable[[list[str]], tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]
+
+# What tokenizers disagree on, if they do: case, accents, spaces, controls, scripts, long words.
+PROBE = (
+    "",
+    "The [MASK] [UNK] [PAD] [CLS] [SEP] [unused1] ##s ## unaffable.",
+    "I\u0130i\u0131 \u00df\u1e9e \u03a3\u03b1\u03c2 \u039f\u03a3 \u01c5 \ufb01 \uff21\uff42",
+    "caf\u00e9 cafe\u0301 \u1e69 s\u0323\u0307 \u0345 \u0301x a\u200db a\u200cb a\u00adb",
+    "a\tb\nc\rd\x0be\x0cf\x00g\x7fh\x85i\u00a0j\u2028k\u2029l\u3000m\u1680n\u200bo\ufeffp",
+    "\u4e2d\u6587ab \u3042\u30a2 \ud55c\uae00 \u1112\u1161\u11ab \U00020000 \uf900",
+    "\u0e20\u0e32\u0e29\u0e32\u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940 \u05e9\u05c1",
+    "\U0001f469\u200d\U0001f4bb\ufe0f \u20ac$+<=>^`|~ \u2014\u2018x\u2019\u2026 1,000.5 \ufffd",
+    *("x" * length + " y" for length in (99, 100, 101)),
+    "e\u0301" * 51 + " " + "\u4e2d" * 101 + " " + "word" * 5_000,
+)
+
+
+def fast_encoder(backend: Tokenizer) -> Encoder | str:
+    """Return a function from texts to (ids [n], offsets [texts + 1]), or in a few words why not.
+
+    Special tokens in a text are text, as under `backend.encode_special_tokens = True`.
+    """
+    try:
+        from nanotoken import WordPieceTokenizer, set_cache_entries
+    except ImportError:
+        return f"nanotoken is not installed; {extra('fast')}"
+    state = json.loads(backend.to_str())
+    if state["model"]["type"] != "WordPiece":
+        return NO_WORD_PIECE
+    # `tokenizers` lets a special token that it skips hide an added token inside it.
+    if not all(token["special"] for token in state["added_tokens"]):
+        return "the tokenizer has added tokens that are not special"
+    state |= {"added_tokens": [], "post_processor": None}
+    set_cache_entries(CACHE_ENTRIES)
+    try:
+        tokenizer = WordPieceTokenizer.from_json(json.dumps(state))
+    except ValueError as error:
+        return f"nanotoken does not support it ({error_line(error, 100)})"
+    # One worker process a core: threads of its own would only get in their way.
+    return partial(tokenizer.encode_batch, add_special_tokens=False, parallel=False)
+
 
 NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # Usual names among added tokens, in addition to BERT's.

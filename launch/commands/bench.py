@@ -13,7 +13,7 @@ import typer
 
 from launch.commands import Overrides, RecordFile, quiet
 from launch.console import print_table, show
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ExitCode
 from pretrain.monitor.records import append_record, check_record, row
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ def compare_models(models: Sequence[str], *, card: bool, record: Path | None) ->
     from pretrain.bench.speed import BATCH, BATCH_TOKENS, TOKENS, compare_speed
     from pretrain.model.folder import model_config
     from pretrain.model.session import model_folder
-    from pretrain.monitor.figures import Figure
-    from pretrain.monitor.tables import markdown
+    from pretrain.monitor.figures import Figure, markdown
     from pretrain.run_folder import check_model, onnx_file
 
     check_record(record)

@@ -99,7 +99,7 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> F
     from launch.stages.stage import How
     from launch.stages.table import check_all, stage_of
     from pretrain import RunError
-    from pretrain.exit_codes import ExitCode
+    from pretrain.contracts.process import ExitCode
     from pretrain.files import replace_json
 
     if sentences:

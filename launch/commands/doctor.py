@@ -12,7 +12,7 @@ import typer
 
 from launch.commands import HeadNode, NodeRank, NumNodes, Overrides
 from launch.console import show
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ExitCode
 
 if TYPE_CHECKING:
     from launch.checks import Finding

@@ -22,7 +22,7 @@ from launch.commands import (
 )
 from launch.console import keep_going, show
 from launch.torchrun.hardware import PRESET_NAMES
-from pretrain.signals import end_on_signal
+from pretrain.contracts.process import end_on_signal
 
 
 def launch(

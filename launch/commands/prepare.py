@@ -131,8 +131,8 @@ def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine
     """Run the part `task` (i/N) of one stage."""
     from data_prep import CorpusError
     from data_prep.messages import warn
-    from data_prep.pipeline.malloc import return_large_blocks
     from data_prep.pipeline.plan import STAGES
+    from data_prep.pipeline.processes import return_large_blocks
     from data_prep.prepare import prepare_stage
 
     return_large_blocks()

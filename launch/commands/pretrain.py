@@ -18,8 +18,7 @@ from launch.commands import (
 )
 from launch.console import RUN_LOG, Training, keep_going, show
 from launch.torchrun.hardware import PRESET_NAMES
-from pretrain.exit_codes import ExitCode
-from pretrain.signals import end_on_signal
+from pretrain.contracts.process import ExitCode, end_on_signal
 
 
 def pretrain(

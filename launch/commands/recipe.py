@@ -9,7 +9,7 @@ import typer
 from launch.commands import AcceptCode, Config, Overrides, Tokens
 from launch.console import keep_going, show
 from launch.torchrun.hardware import PRESET_NAMES
-from pretrain.signals import end_on_signal
+from pretrain.contracts.process import end_on_signal
 
 
 def recipe(

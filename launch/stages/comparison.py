@@ -11,8 +11,8 @@ from launch.console import print_table, show
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.files import replace_text
+from pretrain.monitor.figures import FORMATS, compare
 from pretrain.monitor.plot import line_plot
-from pretrain.monitor.tables import FORMATS, compare
 
 FILES = ("curves.svg", *(f"table.{kind}" for kind in FORMATS))
 # An entry of the table, a run of it, and the state of its last step.

@@ -16,10 +16,10 @@ from launch.stages.stage import Made, real
 from launch.torchrun.hardware import Device, cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
+from pretrain.contracts.process import HARDWARE
 from pretrain.device.fitting import largest, sizes
+from pretrain.device.footprint import Footprint
 from pretrain.device.precision import check_precision
-from pretrain.environment import HARDWARE
-from pretrain.footprint import Footprint
 from pretrain.plan import Plan, Planned, Sizes, plan
 from pretrain.run_folder import sealed_state
 
@@ -117,8 +117,8 @@ def compare_models(config: RunConfig, made: Made) -> None:
         return
     from pretrain.model.task_head import labels_of
     from pretrain.model.teacher import check_fit
-    from pretrain.tasks.labelled import OUTPUTS, check_labels, config_of_head
-    from pretrain.tasks.prediction import check_logits
+    from pretrain.tasks.labelled.examples import OUTPUTS, check_labels, config_of_head
+    from pretrain.tasks.labelled.prediction import check_logits
 
     manifest = load_manifest(config.shards)
     output = OUTPUTS.get(manifest.kind)

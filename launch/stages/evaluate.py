@@ -1,4 +1,4 @@
-"""Evaluate: measure models, and keep the figures with what they were measured on."""
+"""Measure models, or runs over tasks and seeds; keep the figures with what they were made of."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.disk import hash_file
+from data_prep.disk.made import UNKNOWN
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import Split
 from launch.commands import quiet
-from launch.console import show
-from launch.stage_keys import EvaluateKeys
-from launch.stages.stage import Compared, How, Made, digest, made_by, names_in, not_ours, real
+from launch.console import print_table, show
+from launch.stage_keys import EvaluateKeys, ScoresKeys
+from launch.stages.stage import Compared, How, Made, digest, made_by, real
 from pretrain import RunError
-from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.run_folder import (
     MEASURED,
@@ -31,14 +31,11 @@ if TYPE_CHECKING:
 
     from pretrain.monitor.figures import Figure
 
-FIGURES = "figures.json"  # in the output
-CODE = 2  # raised when the same inputs would give other figures
-
 
 class Evaluate(Compared):
     """Measure models, unless the same were measured on the same data before."""
 
-    keys = EvaluateKeys
+    keys, name, record, code = EvaluateKeys, "evaluation", "figures.json", 2
 
     @property
     def title(self) -> str:
@@ -54,7 +51,7 @@ class Evaluate(Compared):
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check that data and models are there or will be, and where the figures go."""
-        self._check_output()
+        self.check_output()
         there = [name for name in self.config.models if made_by(name) not in made]
         if self.config.teacher is None:
             teacher_of_runs([name for name in there if Path(name).is_dir()])
@@ -67,16 +64,9 @@ class Evaluate(Compared):
         lines = [f"models: {', '.join(self.config.models)}", f"data: {self.config.data}"]
         return {real(self.config.output): None}, lines
 
-    def is_kept(self) -> bool:
-        """Return whether figures of these very inputs are there."""
-        return self._is_kept(self._identity())
-
-    def run(self, how: How) -> int:
+    def make(self, folder: Path) -> dict[str, Any]:
         """Measure, print the table and keep it."""
-        config, identity = self.config, self._identity()
-        if self._is_kept(identity):
-            show(f"{config.output / FIGURES}: up to date")
-            return ExitCode.DONE
+        config = self.config
         teacher, same = config.teacher, config.same_vocabulary
         if teacher is None:
             teacher, known = teacher_of_runs(config.models)
@@ -87,55 +77,28 @@ class Evaluate(Compared):
         names = row_names(found)
         named = {names[model]: figures for model, figures in found.items()}
         show_figures(named, meanings)
-        values = {
-            model: {name: figure._asdict() for name, figure in figures.items()}
-            for model, figures in named.items()
-        }
-        config.output.mkdir(parents=True, exist_ok=True)
-        replace_json(config.output / FIGURES, {"inputs": identity, "figures": values})
-        return ExitCode.DONE
+        return {"figures": {model: as_json(figures) for model, figures in named.items()}}
 
-    def _check_output(self) -> None:
-        """Refuse a place that holds something else, or that is read."""
-        output = self.config.output
-        held = names_in(output)
-        for key, name in self.reads().items():
-            if real(output).is_relative_to(real(name)) and real(name) != real("."):
-                raise RunError(f"output {output} lies in {key} {name}; set another `output:`")
-        if foreign := [name for name in held if name != FIGURES or self._kept() is None]:
-            raise not_ours(output, foreign[0], "evaluation")
-
-    def _kept(self) -> dict[str, Any] | None:
-        """Return what an earlier call has kept; None if nothing of this form is there."""
-        try:
-            kept: dict[str, Any] = json.loads((self.config.output / FIGURES).read_bytes())
-            return kept if {"inputs", "figures"} <= kept.keys() else None
-        except (OSError, ValueError, AttributeError):
-            return None
-
-    def _is_kept(self, identity: Mapping[str, Any]) -> bool:
-        """Return whether the kept figures are of these inputs, and all of them can be compared."""
-        kept = self._kept()
-        return kept is not None and kept["inputs"] == identity and None not in identity.values()
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what shapes the figures; None for what cannot be compared, such as a hub's name.
-
-        Raises:
-            OSError, CorpusError: an input is not there.
-        """
+    def inputs(self) -> dict[str, Any]:
+        """Return what shapes the figures; a hub's name tells no version."""
         config, data = self.config, self.config.data
         teacher = config.teacher or teacher_of_runs(config.models)[0]
         models = [digest(name) for name in config.models]
+        unknown = None in models
         return {
             "data": hash_file(data)[0] if data.is_file() else load_manifest(data).digest,
-            "models": None if None in models else dict(zip(config.models, models, strict=True)),
-            "teacher": "" if teacher is None else digest(teacher),
+            "models": UNKNOWN if unknown else dict(zip(config.models, models, strict=True)),
+            "teacher": "" if teacher is None else digest(teacher) or UNKNOWN,
             "rows": config.rows or 0,
             "split": config.split,
             "same_vocabulary": config.same_vocabulary,
-            "code": CODE,
+            "code": self.code,
         }
+
+
+def as_json(figures: Mapping[str, Figure]) -> dict[str, Any]:
+    """Return figures by name as a record keeps them."""
+    return {name: figure._asdict() for name, figure in figures.items()}
 
 
 def measure(
@@ -265,3 +228,122 @@ def show_figures(found: Mapping[str, Mapping[str, Figure]], meanings: Mapping[st
         show(*(f"{name.strip()}: {meanings[name]}" for name in ([prefix] if prefix else columns)))
     if UNTRAINED in found:
         show(f"{UNTRAINED}: the student before its first step, with the teacher's weights")
+
+
+class Scores(Compared):
+    """Score runs on their tasks, unless the same were scored before."""
+
+    keys, name, record, code = ScoresKeys, "stage scores", "scores.json", 3
+
+    @property
+    def title(self) -> str:
+        """Return the number of runs."""
+        return f"scores of {sum(map(len, self.config.models.values()))} runs"
+
+    def reads(self) -> dict[str, str]:
+        """Return the runs."""
+        models = self.config.models
+        return {
+            f"models.{name}.{i}": run for name, runs in models.items() for i, run in enumerate(runs)
+        }
+
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
+        """Check that the runs are there or will be, and where the scores go."""
+        self.check_output()
+        for run in self.reads().values():
+            if real(run) not in made and recorded(Path(run)) is None:
+                raise RunError(f"{run}: no such run; check models, or make it in an earlier stage")
+        lines = [f"{name}: {len(runs)} run(s)" for name, runs in self.config.models.items()]
+        return {real(self.config.output): None}, lines
+
+    def make(self, folder: Path) -> dict[str, Any]:
+        """Score the runs, print the table and keep it."""
+        config = self.config
+        from pretrain.evaluation.suite import (
+            differences,
+            figures_of,
+            rooms,
+            score_runs,
+            sign,
+            timed,
+        )
+
+        table = score_runs(config.models, config.split, show)
+        figures = figures_of(table, config.teacher, config.without)
+        rows: dict[str, dict[str, Any]] = {model: {**found} for model, found in figures.items()}
+        if config.baseline is not None:
+            for model, figure in differences(table, config.baseline).items():
+                rows[model] |= {f"against {config.baseline}": figure, "sign": sign(figure)}
+            if config.teacher not in (None, config.baseline):
+                rooms_of = {"room": table}
+                tasks = sorted({task for of_task in table.values() for task in of_task})
+                for task in tasks if len(tasks) > 1 else ():
+                    rooms_of[f"room {task}"] = {
+                        model: {task: of_task[task]}
+                        for model, of_task in table.items()
+                        if task in of_task
+                    }
+                for name, some in rooms_of.items():
+                    if {config.baseline, config.teacher} <= some.keys():
+                        for model, share in rooms(some, config.baseline, config.teacher).items():
+                            rows[model][name] = share or "no room"
+        if config.timed:
+            for model, runs in config.models.items():
+                rows[model] |= timed(runs[0], config.split, show)
+        for name, known in config.published.items():
+            rows[f"{name}, published"] = {column: f"{value:g}" for column, value in known.items()}
+        columns = dict.fromkeys(name for row in rows.values() for name in row)
+        print_table(
+            ["", *columns],
+            [
+                [name, *(str(row.get(column, "")) for column in columns)]
+                for name, row in rows.items()
+            ],
+        )
+        show(
+            "of several seeds the median; ±: 95 % interval of a bootstrap over the examples; "
+            "retention: of the teacher's average, over the same tasks; a difference: of means over "
+            "seeds, with both drawn"
+        )
+        if any("room" in row for row in rows.values()):
+            teacher, baseline = config.teacher, config.baseline
+            show(
+                f"room: (x - {baseline}) / ({teacher} - {baseline}), of means; no room: {teacher} "
+                "is less than two standard errors ahead"
+            )
+        seeds = {
+            model: {task: {one.seed: one.score for one in runs} for task, runs in of_task.items()}
+            for model, of_task in table.items()
+        }
+        others = {
+            name: {k: v for k, v in row.items() if k not in figures[name]}
+            for name, row in rows.items()
+            if name in figures
+        }
+        values = {model: as_json(found) for model, found in figures.items()}
+        return {"figures": values, "seeds": seeds, "others": others}
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what shapes the scores.
+
+        Raises:
+            OSError, RunError, CorpusError: a run or its shards are not there.
+        """
+        config = self.config
+        runs = dict[str, Any]()
+        for run in self.reads().values():
+            known = recorded(Path(run))
+            if known is None:
+                raise RunError(f"{run}: is no run; stage scores compares runs on tasks")
+            runs[run] = [digest(run), load_manifest(known.shards).digest]
+        return {
+            "models": {name: list(names) for name, names in config.models.items()},
+            "runs": runs,
+            "teacher": config.teacher,
+            "baseline": config.baseline,
+            "without": list(config.without),
+            "split": config.split,
+            "timed": config.timed,
+            "published": config.published,
+            "code": self.code,
+        }

@@ -13,7 +13,7 @@ from launch.console import show
 from launch.stage_keys import ExportKeys
 from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
 from pretrain import RunError
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ExitCode
 from pretrain.export.asked import Onnx, check_onnx, check_packages, check_target
 from pretrain.run_folder import check_model, check_run, is_run
 

@@ -19,7 +19,7 @@ from launch.torchrun.start import (
     submit,
 )
 from pretrain import RunError
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ExitCode
 
 
 def check(asked: Launch, tokens: float | None) -> tuple[Recipe, list[Stage], list[list[str]]]:

@@ -14,7 +14,7 @@ from data_prep.tokens.loading import refuse_path
 from launch.console import counts, keep_going, show, stages
 from launch.stage_keys import ExamplesKeys, PrepareKeys
 from launch.stages.stage import How, Made, Stage, State, real
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ExitCode
 from pretrain.plan import Planned
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def prepare_and_show(
 ) -> None:
     """Run all stages, or find the corpus up to date, and print what it holds."""
     from data_prep.messages import duration, warn
-    from data_prep.pipeline.malloc import keep_large_blocks, return_large_blocks
+    from data_prep.pipeline.processes import keep_large_blocks, return_large_blocks
     from data_prep.prepare import prepare as run_all_stages
 
     keep_going()

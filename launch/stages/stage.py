@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from data_prep import CorpusError
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256
+from data_prep.disk.made import aside, difference, foreign, seal
 from data_prep.keys import Keys
+from launch.commands import quiet
+from launch.console import show
 from pretrain import RunError
+from pretrain.contracts.process import ExitCode
 from pretrain.model.session import model_folder
 from pretrain.plan import Planned, Sizes
 from pretrain.run_folder import onnx_file, sealed_state
@@ -94,22 +98,61 @@ class Stage(ABC):
 
 
 class Compared(Stage):
-    """Make a result that is kept with what it was made of, and made again for anything else."""
+    """Make a folder that is kept with what it was made of, and made again for anything else."""
+
+    name: ClassVar[str]  # of what it makes, for messages
+    record: ClassVar[str]  # the file in the output that says what it was made of
+    code: ClassVar[int] = 1  # raised when the same inputs would make something else
+    others: ClassVar[tuple[str, ...]] = ()  # files of the output that people may change
 
     @abstractmethod
-    def is_kept(self) -> bool:
-        """Return whether the result of these very inputs is there.
+    def inputs(self) -> dict[str, Any]:
+        """Return all that shapes the folder; see `made.difference`.
 
         Raises:
             OSError, RunError, CorpusError: an input is not there.
         """
 
+    @abstractmethod
+    def make(self, folder: Path) -> dict[str, Any]:
+        """Write the files into an empty folder; return what else the record keeps."""
+
     def state(self) -> State:
-        """Return whether the result of these very inputs is there."""
+        """Return whether the folder of these very inputs is there."""
         try:
-            return "done" if self.is_kept() else "new"
+            other = difference(self.config.output / self.record, self.inputs())
         except (OSError, RunError, CorpusError):
             return "new"  # an input is made by an earlier stage
+        return "new" if other else "done"
+
+    def run(self, how: How) -> int:
+        """Make the folder beside its place, with its record, and move it there."""
+        output, inputs = self.config.output, self.inputs()
+        if difference(output / self.record, inputs) is None:
+            show(f"{output}: up to date")
+            return ExitCode.DONE
+        quiet()
+        with aside(output, who="distil recipe") as folder:
+            seal(folder / self.record, inputs, **self.make(folder))
+        show(f"{output}: done")
+        return ExitCode.DONE
+
+    def check_output(self) -> None:
+        """Refuse an output that holds something else, or that is read.
+
+        Raises:
+            RunError: names the file, or the key.
+        """
+        output = self.config.output
+        names_in(output)
+        if name := foreign(output / self.record, self.others):
+            raise not_ours(output, name, self.name)
+        for key, read in self.reads().items():
+            there, target = real(read), real(output)
+            if target.is_relative_to(there) or there.is_relative_to(target):
+                raise RunError(
+                    f"output {output} is {key}, or one lies in the other; set another `output:`"
+                )
 
 
 def real(path: Path | str) -> Path:

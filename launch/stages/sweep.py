@@ -28,12 +28,10 @@ from launch.stages.train import Train
 from launch.torchrun.hardware import cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.environment import ENDS_WITH_STDIN, LOGS
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ENDS_WITH_STDIN, LOGS, ExitCode, stop_on_signal
 from pretrain.files import replace_json
 from pretrain.plan import Planned, Sizes, parameters
 from pretrain.run_folder import RESULT, another_run, recipe_changes, sealed_state
-from pretrain.signals import stop_on_signal
 
 _LOG, _LOCK = "logs/sweep.log", "sweep"  # in the folder of a run, and in that of the table
 _LONGEST = 2**24  # bytes of a result

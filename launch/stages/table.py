@@ -11,19 +11,16 @@ from typing import Any
 from data_prep.messages import duration
 from launch.console import print_table, show
 from launch.stages.estimate import Cost, cost_lines
-from launch.stages.evaluate import Evaluate
+from launch.stages.evaluate import Evaluate, Scores
 from launch.stages.export import Export
 from launch.stages.prepare import Examples, Prepare
-from launch.stages.prune import Prune
-from launch.stages.scores import Scores
+from launch.stages.shrink import Prune, Trim
 from launch.stages.stage import How, Stage, made_by, real
 from launch.stages.sweep import Sweep
 from launch.stages.train import Train
-from launch.stages.trim import Trim
 from launch.torchrun.nodes import Nodes
 from pretrain import RunError
-from pretrain.exit_codes import ExitCode
-from pretrain.signals import end_on_signal
+from pretrain.contracts.process import ExitCode, end_on_signal
 
 # A new stage is a file with a subclass of `Stage`, and a line here. The first is the default.
 STAGES: dict[str, type[Stage]] = {

@@ -12,7 +12,7 @@ from launch.stage_keys import TrainKeys
 from launch.stages.estimate import assumed, compare_models, on_hardware, planned_rates, step_lines
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.config import RunConfig, accumulation_steps
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ExitCode
 from pretrain.files import replace_json
 from pretrain.plan import plan
 from pretrain.run_folder import check_hub, check_inputs, check_output, is_run, sealed_state

@@ -22,7 +22,7 @@ from launch.torchrun import failures
 from launch.torchrun.command import ENTRY, LOOPBACK
 from launch.torchrun.rank import STACK, log_file
 from launch.torchrun.watch import Beat, Cause, Watch, cause
-from pretrain.environment import HEARTBEATS, LOGS, STORE
+from pretrain.contracts.process import HEARTBEATS, LOGS, STORE
 
 _POLL = 0.1  # seconds
 _PATIENCE = 5.0  # seconds from the first failure to the end of all

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launch.torchrun.hardware import Device
 from pretrain import RunError
-from pretrain.environment import GRACE, HARDWARE, HEAD, TIMEOUT
+from pretrain.contracts.process import GRACE, HARDWARE, HEAD, TIMEOUT
 from pretrain.owner_config import Slurm, slurm_seconds
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.disk.credentials import masked
+from pretrain.contracts.process import HEARTBEATS, TIMEOUT, ExitCode
 from pretrain.device.memory import OUT_OF_MEMORY
-from pretrain.environment import HEARTBEATS, TIMEOUT
-from pretrain.exit_codes import ExitCode
 
 # Errors that a rank gets when another rank has ended, hangs or never joined.
 _CONNECTION = re.compile(

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from launch.torchrun.command import LATE, Head
 from pretrain import RunError
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ExitCode
 from pretrain.monitor.status import verdict
 
 _APART = 10_000  # from the port at which the ranks of a run meet

@@ -18,8 +18,7 @@ from pathlib import Path
 from data_prep.disk.credentials import masked
 from launch.console import tolerant
 from launch.torchrun import failures
-from pretrain.environment import HEARTBEATS, LOGS, STORE
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import HEARTBEATS, LOGS, STORE, ExitCode
 from pretrain.monitor.heartbeat import Heartbeat
 
 STACK = signal.SIGUSR2  # a rank that receives it writes its stack to its log

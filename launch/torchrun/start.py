@@ -30,9 +30,8 @@ from launch.torchrun.command import LATE, PORT, Head, Layout
 from launch.torchrun.hardware import Device, Hardware, cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
+from pretrain.contracts.process import HEAD, ExitCode
 from pretrain.device.precision import check_precision
-from pretrain.environment import HEAD
-from pretrain.exit_codes import ExitCode
 from pretrain.owner_config import Slurm
 from pretrain.run_folder import check_hub, check_inputs, check_output
 

@@ -24,8 +24,7 @@ from data_prep.disk.locks import is_alive, parse_identity, this_process
 from launch.torchrun.attempt import Ended, attempt, say
 from launch.torchrun.watch import Cause
 from pretrain.checkpoint.layout import checkpoints
-from pretrain.environment import LAUNCH, SUPERVISOR, TIMEOUT
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import LAUNCH, SUPERVISOR, TIMEOUT, ExitCode
 from pretrain.monitor.status import read_status, write_status
 
 _SAME = 3  # failures at one step after which a restart is useless

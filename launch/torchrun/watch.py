@@ -15,7 +15,7 @@ import psutil
 from launch.torchrun import failures
 from launch.torchrun.failures import WAITED, Failure, hint, timed_out
 from launch.torchrun.rank import SHOWN, log_file
-from pretrain.exit_codes import ExitCode
+from pretrain.contracts.process import ExitCode
 
 # Phases of a step in which a rank can hang. "data" has a limit from the start. The others get one
 # after a rank has left them once, because the first forward and update may compile for minutes.

@@ -25,9 +25,8 @@ from data_prep.shards import CorpusError, ShardSet
 from data_prep.shards.reading import check_size
 from pretrain import RunError
 from pretrain.contracts.batch import Rows
+from pretrain.contracts.process import SUPERVISOR, TIMEOUT, Interrupted, Signals, stop_signals
 from pretrain.data.order import Order
-from pretrain.environment import SUPERVISOR, TIMEOUT
-from pretrain.signals import Interrupted, Signals, stop_signals
 from pretrain.tasks.task import Examples
 
 _SOCKET = len("/pymp-12345678/listener-12345678")  # the socket that a worker creates in TMPDIR

@@ -1,13 +1,18 @@
-"""Check that the installed torch has kernels for this machine's GPU."""
+"""Check that torch has kernels for this machine's GPU, and name what computes a run."""
 
 from __future__ import annotations
 
 import re
 import warnings
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from pretrain import RunError
+from pretrain.device.precision import PRECISIONS
+from pretrain.kernels.attention.dispatch import usable
+from pretrain.kernels.triton_support import use_triton
 
 
 def check_kernels(device: torch.device) -> None:
@@ -47,3 +52,42 @@ def _runs(arch: str, capability: tuple[int, int]) -> bool:
     if found[1] == "compute":
         return capability >= built
     return capability[0] == built[0] and capability >= built
+
+
+def hardware_of(
+    student: nn.Module,
+    device: torch.device,
+    precision: str,
+    *,
+    head: bool,
+    attends: bool = True,
+) -> dict[str, str]:
+    """Return the names of the device and of the student's kernels.
+
+    Args:
+        student: of the run, on the device.
+        device: of this rank.
+        precision: of the run.
+        head: whether the LM head is computed.
+        attends: whether the student has attention.
+    """
+    config: Any = student.config
+    name, dtype = "CPU", PRECISIONS[precision].dtype
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"{torch.cuda.get_device_name(device)} ({major}.{minor})"
+    rates = ("attention_probs_dropout_prob", "attention_dropout")
+    dropout = next((getattr(config, key) for key in rates if hasattr(config, key)), 0.0)
+    width = config.hidden_size // config.num_attention_heads
+    attention = usable(device, dtype, width, None, dropout)[0].__name__.replace("_", " ")
+    if not attends:
+        attention = "none"
+    found = {"device": name, "attention": attention}
+    if head:
+        found["LM head"] = head_kernel(torch.empty(0, dtype=dtype, device=device))
+    return found
+
+
+def head_kernel(like: Tensor) -> str:
+    """Return which code the LM head takes for a tensor: triton or torch."""
+    return "triton" if use_triton("auto", like) else "torch"

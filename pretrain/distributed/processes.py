@@ -22,8 +22,9 @@ from accelerate.utils import (
 )
 
 from data_prep.messages import extra
-from pretrain import RunError, environment
+from pretrain import RunError
 from pretrain.config import RunConfig
+from pretrain.contracts import process
 from pretrain.data.hashing import root
 from pretrain.device.gpu import check_kernels
 from pretrain.device.precision import PRECISIONS, allow_tf32, check_precision
@@ -126,10 +127,10 @@ def build_accelerator(config: RunConfig, trackers: Sequence[Any] = ()) -> Accele
 
 def meeting_point() -> dict[str, Any]:
     """Return init_process_group's arguments for the supervisor's file; none without that file."""
-    if environment.STORE not in os.environ:
+    if process.STORE not in os.environ:
         return {}
     return {
-        "init_method": f"file://{os.environ[environment.STORE]}",
+        "init_method": f"file://{os.environ[process.STORE]}",
         "rank": int(os.environ["RANK"]),
         "world_size": int(os.environ["WORLD_SIZE"]),
     }
@@ -141,15 +142,13 @@ def timeout() -> float:
     Raises:
         RunError: it is not a positive number.
     """
-    text = os.environ.get(environment.TIMEOUT, str(TIMEOUT))
+    text = os.environ.get(process.TIMEOUT, str(TIMEOUT))
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise RunError(
-            f"{environment.TIMEOUT} {text}: not a number of seconds; take 300, for instance"
-        )
+        raise RunError(f"{process.TIMEOUT} {text}: not a number of seconds; take 300, for instance")
     return seconds
 
 

@@ -23,8 +23,8 @@ from pretrain import RunError
 from pretrain.evaluation.tasks import Measured, load_for_task, measure, metric_of
 from pretrain.monitor.figures import RESAMPLES, Figure, interval, share
 from pretrain.run_folder import has_other_shards, recorded
-from pretrain.tasks.labelled import LabelledRows
-from pretrain.tasks.prediction import predict
+from pretrain.tasks.labelled.examples import LabelledRows
+from pretrain.tasks.labelled.prediction import predict
 
 
 class Scored(NamedTuple):

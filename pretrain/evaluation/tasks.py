@@ -39,8 +39,8 @@ from pretrain.model.task_head import TaskHead, check_head, labels_of
 from pretrain.model.teacher import check_fit, check_tokenizer
 from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
-from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_head_of
-from pretrain.tasks.prediction import by_length, predict
+from pretrain.tasks.labelled.examples import OUTPUTS, LabelledRows, check_labels, task_head_of
+from pretrain.tasks.labelled.prediction import by_length, predict
 from pretrain.tasks.task_metrics import of_classes, of_scores
 
 MEANINGS = {

@@ -28,12 +28,12 @@ from pretrain.model.loading import reinitialise
 from pretrain.model.model_files import read_tensors
 from pretrain.model.sentences import read_head
 from pretrain.model.task_head import TaskHead, output_of, saved_head, with_head
+from pretrain.monitor.figures import escaped
 from pretrain.monitor.metrics import read_metrics
-from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.owner_config import SHOWN
 from pretrain.run_folder import MEASURED, check_run, onnx_file
-from pretrain.tasks.labelled import own_head
+from pretrain.tasks.labelled.examples import own_head
 
 Tensors = dict[str, Tensor]
 

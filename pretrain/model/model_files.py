@@ -27,7 +27,7 @@ from data_prep.disk.json_files import (
 )
 from data_prep.messages import first_line
 from data_prep.tokens.agreement import SETTINGS
-from data_prep.tokens.failures import as_value_errors
+from data_prep.tokens.tokenizer import as_value_errors
 from pretrain import RunError
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from data_prep.messages import first_line, one_line
 from data_prep.tokens.agreement import check_sentences
-from data_prep.tokens.failures import as_value_errors
+from data_prep.tokens.tokenizer import as_value_errors
 from pretrain import RunError
 from pretrain.contracts.packing import find_documents
 from pretrain.model.families import MaskedLM, encode, family_of

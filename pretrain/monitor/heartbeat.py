@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import psutil
 
-from pretrain.environment import HEARTBEATS, SUPERVISOR
+from pretrain.contracts.process import HEARTBEATS, SUPERVISOR
 
 EVERY = 0.5  # seconds
 _RECORD = 1024  # bytes: written at once and in place, so that a reader sees one record

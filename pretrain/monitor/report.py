@@ -27,11 +27,10 @@ from data_prep.messages import duration
 from data_prep.shards import CorpusError, load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.monitor.figures import RATES
+from pretrain.monitor.figures import RATES, with_columns
 from pretrain.monitor.metrics import read_metrics
 from pretrain.monitor.plot import line_plot
 from pretrain.monitor.status import read_status
-from pretrain.monitor.tables import with_columns
 from pretrain.plan import num_steps
 from pretrain.run_folder import MEASURED, flatten, recorded, sealed_state
 

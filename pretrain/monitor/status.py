@@ -16,9 +16,8 @@ from data_prep.disk.credentials import masked
 from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import CorpusError
 from pretrain import NumericalError, RunError
+from pretrain.contracts.process import LAUNCH, ExitCode
 from pretrain.device.memory import out_of_memory
-from pretrain.environment import LAUNCH
-from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 
 STATUS = "exit_status.json"

@@ -34,7 +34,7 @@ from pretrain.export.onnx.graph import write
 from pretrain.model.session import OnnxEncoder, Session, vectors_of
 from pretrain.model.teacher import check_fit
 from pretrain.monitor.figures import Figure, interval, resamples
-from pretrain.tasks.labelled import LabelledRows
+from pretrain.tasks.labelled.examples import LabelledRows
 from pretrain.tasks.task_metrics import pearson
 
 ROWS = 2000  # documents, pairs or examples

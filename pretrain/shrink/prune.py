@@ -53,7 +53,7 @@ from pretrain.model.task_head import TaskHead, check_head, with_head
 from pretrain.model.teacher import check_tokenizer
 from pretrain.objectives.finetune import answers
 from pretrain.shrink.smaller import write_smaller
-from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_head_of
+from pretrain.tasks.labelled.examples import OUTPUTS, LabelledRows, check_labels, task_head_of
 from pretrain.tasks.mlm.examples import MaskedRows, evaluation_masking
 from pretrain.tasks.task import Examples
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pretrain.export.export import write_modules
 from pretrain.model.folder import write_model
-from pretrain.monitor.tables import escaped
+from pretrain.monitor.figures import escaped
 
 
 def write_smaller(

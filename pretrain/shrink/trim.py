@@ -37,7 +37,7 @@ from pretrain.model.families import family_of
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.task_head import with_head
 from pretrain.shrink.smaller import write_smaller
-from pretrain.tasks.labelled import own_head
+from pretrain.tasks.labelled.examples import own_head
 
 Ids = NDArray[np.int64]
 _CONFIG_IDS = "_token_id"  # the end of a config's keys that hold ids

@@ -9,16 +9,12 @@ from pydantic import Field
 
 from pretrain.tasks.task import Task
 
-# A new task is a folder with `task.py`, whose TASK is its class, and a name here.
-FOLDERS = (
-    "mlm",
-    "embedding",
-    "classification",
-    "token_classification",
-    "question_answering",
-)
+# A new task is a class in the TASKS of a folder's `task.py`, and the folder a name here.
+FOLDERS = ("mlm", "embedding", "labelled")
 TASKS: dict[str, type[Task]] = {
-    name: import_module(f"pretrain.tasks.{name}.task").TASK for name in FOLDERS
+    str(task.model_fields["name"].default): task
+    for name in FOLDERS
+    for task in import_module(f"pretrain.tasks.{name}.task").TASKS
 }
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from data_prep.inspect import summary
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest, verify
 from data_prep.tokens import load
-from data_prep.tokens.wordpiece import train_wordpiece
+from data_prep.tokens.training import train_wordpiece
 from launch.stages.prepare import corpus_lines
 
 TEXT = "Einf\u00fcgen \u00dcBER caf\u00e9"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from data_prep import CorpusError
-from data_prep.pipeline import ray_tasks, results
+from data_prep.pipeline import processes, ray_tasks
 from data_prep.pipeline.engines import Engine, started
-from data_prep.pipeline.results import FailedError, Report, WorkerDiedError
+from data_prep.pipeline.processes import FailedError, Report, WorkerDiedError
 
 
 def run(
@@ -48,7 +48,7 @@ def test_items_that_fail_are_set_aside(workers: int, monkeypatch: pytest.MonkeyP
         run(double_or_fail, [1, -2, 3, -4, 5], workers, lambda n, result: done.append(result))
     assert sorted(done) == [2, 6, 10] and error.value.not_tried == 0
     assert {n: str(e) for n, e in error.value.failures.items()} == {1: "unit -2", 3: "unit -4"}
-    monkeypatch.setattr(results, "MANY", 2)
+    monkeypatch.setattr(processes, "MANY", 2)
     with pytest.raises(FailedError) as error:
         run(double_or_fail, [-1] * 9, workers)
     assert len(error.value.failures) == 3 and error.value.not_tried >= 6 - workers

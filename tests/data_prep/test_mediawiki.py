@@ -12,7 +12,7 @@ from support.reading import LIMITS, documents, read_all, wiki_page
 
 from data_prep import CorpusError
 from data_prep.sources import Document, Mediawiki
-from data_prep.sources.compressed import CHUNK
+from data_prep.sources.files import CHUNK
 
 HEAD = (
     '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="de">\n  <siteinfo>\n'

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data_prep.pipeline.packing import fill_rows, pack, split_at_lines, split_tokens
-from data_prep.pipeline.stage import group
+from data_prep.pipeline.units import group
 
 
 def first_fit_decreasing(lengths: list[int], capacity: int) -> int:

@@ -98,7 +98,7 @@ UPLOAD = import_module("data_prep.publish.upload")  # the package names its func
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Watched]]:
-    monkeypatch.setattr("data_prep.sources.ranges.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("data_prep.sources.remote.PAUSES", (0.0, 0.0))
     fsspec.register_implementation("watched", Watched, clobber=True)
     Watched.store.clear()
     Watched.arrived.clear()

@@ -25,9 +25,9 @@ from data_prep.config import CorpusConfig
 from data_prep.pipeline.plan import Plan
 from data_prep.prepare import finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest
-from data_prep.sources import ranges
+from data_prep.sources import remote as ranges
 from data_prep.sources.files import Piece, file_chunks, lines
-from data_prep.sources.ranges import BLOCK, Ranges
+from data_prep.sources.remote import BLOCK, Ranges
 
 pytest.importorskip("aiohttp")
 

@@ -14,8 +14,7 @@ from support.reading import COMPRESS, LIMITS, documents, lines_of, read_all, rea
 
 from data_prep.sources import Document, Sentences, Text, WikiExtractor
 from data_prep.sources import text as text_reader
-from data_prep.sources.text import PART
-from data_prep.text.sentences import sentences
+from data_prep.sources.text import PART, sentences
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])

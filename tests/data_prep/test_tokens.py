@@ -22,7 +22,7 @@ from data_prep import CorpusError
 from data_prep.config import JsonTokenizer, TrainTokenizer, VocabularyTokenizer
 from data_prep.messages import extra
 from data_prep.tokens import Tokens, load, word_piece
-from data_prep.tokens.long_texts import calls, split_text
+from data_prep.tokens.tokenizer import calls, split_text
 from data_prep.tokens.training import train_tokenizer
 
 WORDS = [*SPECIAL, "[", "]", "mask", "sep", "pad", "hello", "world", "##s", ",", "e"]

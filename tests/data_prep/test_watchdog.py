@@ -8,7 +8,7 @@ import pytest
 from support.processes import ROOT, python
 
 from data_prep.pipeline.engines import started
-from data_prep.pipeline.results import FailedError
+from data_prep.pipeline.processes import FailedError
 from data_prep.pipeline.watchdog import FILE, last_seen, watchdog
 
 ENDLESS = re.compile("(a+)+$")

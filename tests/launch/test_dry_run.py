@@ -21,7 +21,7 @@ from launch.config import load_config
 from launch.stages.estimate import planned_rates
 from launch.torchrun.hardware import cores
 from pretrain.config import RunConfig
-from pretrain.footprint import Footprint
+from pretrain.device.footprint import Footprint
 from pretrain.monitor.progress import Pace
 from pretrain.plan import Planned, Sizes, plan
 

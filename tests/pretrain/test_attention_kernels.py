@@ -192,7 +192,7 @@ def test_autocast_computes_in_half_precision_as_sdpa_does() -> None:
 
 def test_a_gpu_kernel_gets_heads_of_a_multiple_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check zeros, scale and cut with `masked` in its place; a GPU runs the kernel itself."""
-    module, widths = import_module("pretrain.kernels.attention.attend"), []
+    module, widths = import_module("pretrain.kernels.attention.dispatch"), []
 
     def kernel(q: Tensor, *others: Any) -> Tensor:
         widths.append(q.shape[-1])

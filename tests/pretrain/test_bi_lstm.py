@@ -27,15 +27,16 @@ from pretrain.data.order import Order
 from pretrain.export.export import export
 from pretrain.export.onnx.graph import Graph, write_graph
 from pretrain.model.bi_lstm_encoder import BiLstmConfig
-from pretrain.model.bi_lstm_heads import BiLstmForSequenceClassification
+from pretrain.model.cut import cut_zero_heads
 from pretrain.model.families import FAMILIES, encode
+from pretrain.model.families.bi_lstm import BiLstmForSequenceClassification
 from pretrain.model.session import Session
 from pretrain.model.task_head import TaskHead
 from pretrain.model.word_vectors import read_vectors
 from pretrain.model_config import Student
 from pretrain.objectives.kd import SoftLabels
-from pretrain.shrink.prune import cut_zero_heads, magnitudes
-from pretrain.tasks.labelled import LabelledRows
+from pretrain.shrink.prune import magnitudes
+from pretrain.tasks.labelled.examples import LabelledRows
 
 SIZES = {"vocab_size": 60, "embedding_size": 6, "hidden_size": 10, "intermediate_size": 7}
 SEP = 3

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from pretrain.monitor.figures import FORMATS, compare, student_t
 from pretrain.monitor.plot import line_plot, ticks
-from pretrain.monitor.tables import FORMATS, compare, student_t
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 29, 1000])

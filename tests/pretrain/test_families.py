@@ -34,7 +34,7 @@ from pretrain.model.teacher import load_teacher, parameters_sha256
 from pretrain.model_config import Student
 from pretrain.tasks.mlm.examples import masked_batch
 
-attention = import_module("pretrain.kernels.attention.attend")  # its function has this name, too
+attention = import_module("pretrain.kernels.attention.dispatch")  # its function has this name, too
 
 LENGTHS = [[9, 14, 6], [31], [3, 20, 1]]  # of documents in rows of 32; the rest is padding
 BOUND = 1e-5

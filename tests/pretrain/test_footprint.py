@@ -36,7 +36,7 @@ from pretrain.model.distillation import Distillation
 from pretrain.model.families import encode
 from pretrain.objectives.distilbert import DistilBert
 
-attention = import_module("pretrain.kernels.attention.attend")  # its function has this name, too
+attention = import_module("pretrain.kernels.attention.dispatch")  # its function has this name, too
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"
 RENEW = "if that is meant: python -m tests.pretrain.test_footprint, and say why in docs/log"

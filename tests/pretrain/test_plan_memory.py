@@ -11,8 +11,8 @@ import torch
 from pretrain.bench.micro_step import Step, random_models, rows_of
 from pretrain.config import RunConfig
 from pretrain.contracts.terms import DISTILBERT_NAMES
+from pretrain.device.footprint import Footprint
 from pretrain.device.memory import allocated
-from pretrain.footprint import Footprint
 from pretrain.model.families import FAMILIES
 from pretrain.plan import Planned, Sizes, parameters, student_sizes
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForMaskedLM
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.model.families import FAMILIES
-from pretrain.model.project import project
-from pretrain.model.student import build_student
+from pretrain.model.student import build_student, project
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.model_config import Student
 

@@ -13,6 +13,7 @@ import pytest
 from data_prep import CorpusError
 from data_prep.shards import open_shards
 from pretrain.config import MaskingConfig
+from pretrain.contracts.process import ExitCode
 from pretrain.data.order import Order
 from pretrain.data.rows import (
     SUPERVISOR,
@@ -21,7 +22,6 @@ from pretrain.data.rows import (
     loader,
     next_rows,
 )
-from pretrain.exit_codes import ExitCode
 from pretrain.monitor.status import verdict
 from pretrain.tasks.mlm.examples import MaskedRows, build_masking
 

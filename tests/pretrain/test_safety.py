@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.data.hashing import mix, root
 from pretrain.distributed.agreement import differing, parameter_checksum
+from pretrain.monitor.metrics import SpikeDetector
 from pretrain.monitor.post_mortem import post_mortem
-from pretrain.monitor.spikes import SpikeDetector
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = ((300, 1000), (7,), (64, 64), (), (64, 64), (33, 5))  # the first takes several chunks

@@ -48,9 +48,9 @@ from pretrain.model.task_head import TaskHead
 from pretrain.model_config import Student
 from pretrain.objectives.finetune import labels_term, loss_of_labels
 from pretrain.objectives.kd import soft_term
-from pretrain.tasks import labelled_task
-from pretrain.tasks.labelled import OUTPUTS, LabelledRows, logits_by, task_head_of
-from pretrain.tasks.prediction import predict
+from pretrain.tasks.labelled import task as labelled_task
+from pretrain.tasks.labelled.examples import OUTPUTS, LabelledRows, logits_by, task_head_of
+from pretrain.tasks.labelled.prediction import predict
 from pretrain.tasks.task import Measure
 
 KINDS = ("classification", "regression", "token_classification", "question_answering")

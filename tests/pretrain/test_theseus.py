@@ -21,7 +21,7 @@ from pretrain import RunError
 from pretrain.contracts.terms import Shape
 from pretrain.data.order import Order
 from pretrain.objectives.theseus import Theseus
-from pretrain.tasks.labelled import LabelledRows
+from pretrain.tasks.labelled.examples import LabelledRows
 
 SAME = {"dropout": 0.0, "attention_dropout": 0.0, "architecture": "same", "init": [0, 1]}
 

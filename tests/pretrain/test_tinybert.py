@@ -38,7 +38,7 @@ from pretrain.model.loading import reinitialise
 from pretrain.model.student import build_student
 from pretrain.model_config import Student
 from pretrain.objectives.tinybert import TinyBert
-from pretrain.tasks.labelled import LabelledRows
+from pretrain.tasks.labelled.examples import LabelledRows
 
 NARROW = {
     "architecture": "same",

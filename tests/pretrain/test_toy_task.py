@@ -28,8 +28,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "tests" / "toy", folder / "pretrain" / "tasks" / "toy")
     table = folder / "pretrain" / "tasks" / "folders.py"
     text = table.read_text(encoding="utf-8")
-    assert text.count('    "embedding",\n') == 1
-    table.write_text(text.replace('    "embedding",\n', '    "embedding",\n    "toy",\n'))
+    assert text.count('"embedding", ') == 1
+    table.write_text(text.replace('"embedding", ', '"embedding", "toy", '))
     return folder
 
 

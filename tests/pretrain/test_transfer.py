@@ -13,9 +13,9 @@ from support.results import losses
 from support.task_data import run_of
 
 from data_prep.shards import open_shards
-from pretrain.tasks.labelled import LabelledRows
+from pretrain.tasks.labelled.examples import LabelledRows
+from pretrain.tasks.labelled.transfer import Transfer
 from pretrain.tasks.mlm.words import Borders
-from pretrain.tasks.transfer import Transfer
 
 PAD, UNK, CLS, SEP, MASK = 0, 1, 2, 3, 4
 

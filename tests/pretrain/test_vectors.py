@@ -30,8 +30,8 @@ from data_prep.prepare import prepare
 from data_prep.shards import Segments, load_manifest, open_shards
 from launch.cli import app
 from pretrain import RunError
+from pretrain.contracts.process import ExitCode
 from pretrain.evaluation.encoders import encode
-from pretrain.exit_codes import ExitCode
 from pretrain.export.export import export
 from pretrain.monitor.status import verdict
 from pretrain.tasks.embedding.makers import FromModel, FromTable, texts_of

@@ -34,7 +34,7 @@ from pretrain.kernels.relations import compare as relations
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import family_of
 
-attention = import_module("pretrain.kernels.attention.attend")  # its function has this name, too
+attention = import_module("pretrain.kernels.attention.dispatch")  # its function has this name, too
 aten = torch.ops.aten
 Module = TypeVar("Module", bound=nn.Module)
 

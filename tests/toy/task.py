@@ -109,4 +109,4 @@ class Documents(Examples):
         return self.batch(self.rows(ids, None, numbers))
 
 
-TASK = Toy
+TASKS = (Toy,)

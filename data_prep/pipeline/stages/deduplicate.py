@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.duplicates.dedup import chunk_files, clusters, draw
-from data_prep.pipeline.stage import Planned, Stage
 from data_prep.pipeline.stages.documents import read_index
 from data_prep.pipeline.stages.match import item_bounds
+from data_prep.pipeline.units import Planned, Stage
 
 if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.duplicates import decontamination
-from data_prep.pipeline.stage import Planned, Stage
+from data_prep.pipeline.units import Planned, Stage
 from data_prep.sources import Piece
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from data_prep.config import Deduplicate, source_keys
 from data_prep.duplicates import decontamination
 from data_prep.duplicates.dedup import draw, text_hash
 from data_prep.duplicates.minhash import word_hashes
-from data_prep.pipeline.stage import Planned, Stage, group
 from data_prep.pipeline.stages import examples
 from data_prep.pipeline.stages.documents import DocumentWriter, valid
+from data_prep.pipeline.units import Planned, Stage, group
 from data_prep.pipeline.watchdog import watchdog
 from data_prep.sources import Document, Piece, Rejected, Source
 from data_prep.sources.document import SKIPPED, told

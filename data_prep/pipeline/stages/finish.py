@@ -22,11 +22,10 @@ from data_prep.messages import one_line
 from data_prep.pipeline.code import installed
 from data_prep.pipeline.plan import STAGES, Plan
 from data_prep.pipeline.smoothing import smoothing
-from data_prep.pipeline.stage import Reads
 from data_prep.pipeline.stages.deduplicate import FATES, SHOWN, TRAIN, VALIDATION
 from data_prep.pipeline.stages.documents import read_index, read_part
 from data_prep.pipeline.stages.match import item_bounds
-from data_prep.pipeline.units import remove
+from data_prep.pipeline.units import Reads, remove
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import (
     MANIFEST,

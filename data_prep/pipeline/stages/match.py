@@ -12,7 +12,7 @@ import numpy as np
 from data_prep.config import Level
 from data_prep.duplicates.dedup import pairs, similar
 from data_prep.duplicates.minhash import NUM_BANDS
-from data_prep.pipeline.stage import Planned, Stage
+from data_prep.pipeline.units import Planned, Stage
 
 if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan

@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.pipeline.packing import fill_rows, pack, split_at_lines, split_tokens
-from data_prep.pipeline.stage import Planned, Stage, group
 from data_prep.pipeline.stages.columns import batch
 from data_prep.pipeline.stages.deduplicate import TRAIN, VALIDATION, fates_file
 from data_prep.pipeline.stages.documents import read_part
+from data_prep.pipeline.units import Planned, Stage, group
 from data_prep.shards import write_shard, write_texts
 from data_prep.sources import Document
 from data_prep.tokens import Tokens, load
-from data_prep.tokens.fast import NO_WORD_PIECE
+from data_prep.tokens.tokenizer import NO_WORD_PIECE
 
 if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan

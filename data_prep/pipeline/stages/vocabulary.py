@@ -19,13 +19,12 @@ from data_prep.config import (
     VocabularyTokenizer,
 )
 from data_prep.duplicates.dedup import draw
-from data_prep.pipeline.stage import Planned, Stage
 from data_prep.pipeline.stages.deduplicate import TRAIN, fates_file
 from data_prep.pipeline.stages.documents import read_index, read_part
+from data_prep.pipeline.units import Planned, Stage
 from data_prep.shards.manifest import TokenizerRecord
 from data_prep.tokens import load
-from data_prep.tokens.training import train_tokenizer
-from data_prep.tokens.wordpiece import stripped_words
+from data_prep.tokens.training import stripped_words, train_tokenizer
 
 if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan

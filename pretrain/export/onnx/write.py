@@ -17,13 +17,14 @@ from typing import Any
 
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256, indented_json
+from data_prep.disk.made import difference
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.evaluation.encoders import example_texts, read_pairs, validation_texts
 from pretrain.export.asked import Onnx
 from pretrain.export.onnx.graph import Graph, compare, load_graph, to_fp16, write_graph
 from pretrain.model.session import ENDS, LOGITS, Session, pad_id, reads_types, text_length
-from pretrain.monitor.tables import markdown
+from pretrain.monitor.figures import markdown
 from pretrain.shrink.int8 import ROWS, check_texts, gate, quantise
 
 CODE = 1  # raised when the same inputs would give other files
@@ -78,7 +79,7 @@ def write_onnx(
     inputs = _inputs(folder, wanted)
     record = None
     if before is not None and before.is_dir() and any(before.iterdir()):
-        if (why := _other(before, inputs)) is not None:
+        if (why := difference(before / "onnx" / RECORD, inputs)) is not None:
             raise RunError(
                 f"{before}: already there with other ONNX files ({why}); export to another folder, "
                 "or remove it first"
@@ -193,23 +194,6 @@ def _inputs(folder: Path, wanted: Onnx) -> dict[str, Any]:
         "rows": ROWS if wanted.int8 else 0,
         "versions": {name: version(name) for name in _PACKAGES},
     }
-
-
-def _other(before: Path, inputs: dict[str, Any]) -> str | None:
-    """Return why files are not those of these inputs as they were written; None if they are."""
-    place = before / "onnx"
-    try:
-        record = json.loads((place / RECORD).read_bytes())
-        known, files, _ = record["inputs"], record["files"], record["output"]
-        for key in inputs:
-            if known[key] != inputs[key]:
-                return f"{key} was {known[key]} and is now {inputs[key]}"[:200]
-        if {path.name for path in place.iterdir()} != {RECORD, *files}:
-            return "some are missing, or there are more"
-        changed = [name for name in files if hash_file(place / name)[0] != files[name]["sha256"]]
-        return f"{changed[0]} has changed" if changed else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"there is no {place / RECORD} of this version"
 
 
 def _card(folder: Path, record: dict[str, Any]) -> str:

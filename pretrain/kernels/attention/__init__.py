@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pretrain.kernels.attention.attend import attend
+from pretrain.kernels.attention.dispatch import attend
 
 __all__ = ["attend"]

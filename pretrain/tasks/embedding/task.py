@@ -104,4 +104,4 @@ class SentenceVectors(Task):
         return drawn_documents(batch, pad_id=pad_id), vectors_by(SentenceHead(width))
 
 
-TASK = SentenceVectors
+TASKS = (SentenceVectors,)

@@ -70,4 +70,4 @@ class MaskedLanguageModelling(Task):
         return Use("transformers", "fill-mask", f'{code}model="PATH_OR_NAME")')
 
 
-TASK = MaskedLanguageModelling
+TASKS = (MaskedLanguageModelling,)

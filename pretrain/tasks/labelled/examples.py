@@ -42,11 +42,12 @@ from pretrain.model.task_head import (
 from pretrain.model.teacher import Teacher
 from pretrain.model.tokenizer_files import tells_pairs
 from pretrain.tasks.answers import map_answers
+from pretrain.tasks.labelled.transfer import Transfer
 from pretrain.tasks.task import Examples
-from pretrain.tasks.transfer import Transfer
 
 if TYPE_CHECKING:
     from pretrain.config import RunConfig
+
 
 # What shards of a kind of examples are predicted by.
 OUTPUTS: Mapping[str, Output] = {
@@ -195,7 +196,7 @@ class LabelledExamples(LabelledRows):
         if head is not None and self.runs_teacher:
             self.teacher_labels = logits_by(head)
         if logits is not None and logits.is_file():
-            from pretrain.tasks.prediction import check_logits
+            from pretrain.tasks.labelled.prediction import check_logits
 
             self.digest = check_logits(logits, shards.manifest, self.digest or None)
         elif logits is not None:
@@ -223,7 +224,7 @@ class LabelledExamples(LabelledRows):
 
     def write(self, device: torch.device, precision: str, say: Callable[[str], None]) -> None:
         """Write the file of logits, in fp32; see `write_logits`."""
-        from pretrain.tasks.prediction import write_logits
+        from pretrain.tasks.labelled.prediction import write_logits
 
         teacher, head, path = self.teacher, self.head, self.logits
         assert teacher is not None and head is not None and path is not None

@@ -1,4 +1,8 @@
-"""Handle the signals that stop a process: before a run begins, and while its loop runs."""
+"""Define what processes of this program share: exit codes, variables and the signals that stop.
+
+`docs/distributed.md` describes them. Users set only the variable TIMEOUT. The launch sets GRACE,
+and the supervisor the others.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from enum import IntEnum
 from typing import Any
-
-from pretrain.exit_codes import ExitCode
 
 _EARLY = "stopped before training had begun; the same command starts it"
 
@@ -114,3 +117,26 @@ def _handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
 def _say(text: str) -> None:
     with suppress(OSError):
         os.write(2, text.encode() + b"\n")
+
+
+TIMEOUT = "DISTIL_TIMEOUT"  # seconds that a rank waits for the others
+HARDWARE = "DISTIL_HARDWARE"  # the preset of a launch, for the tokens/s of its plan
+GRACE = "DISTIL_GRACE"  # seconds to save in after a signal
+LAUNCH = "DISTIL_LAUNCH"  # name of the launch, the same on all nodes
+HEARTBEATS = "DISTIL_HEARTBEATS"  # folder in which ranks report; unset without a supervisor
+SUPERVISOR = "DISTIL_SUPERVISOR"  # pid of the supervisor
+HEAD = "DISTIL_HEAD"  # first host of a job of Slurm, from its script
+ENDS_WITH_STDIN = "DISTIL_ENDS_WITH_STDIN"  # set by a sweep, whose runs end with it
+LOGS = "DISTIL_LOGS"  # folder of this attempt's logs
+STORE = "DISTIL_STORE"  # file in which the ranks of a single node meet
+
+
+class ExitCode(IntEnum):
+    """Say how a process ended."""
+
+    DONE = 0
+    BUG = 1
+    MISTAKE = 2  # the user or the environment: one line names the culprit and the fix
+    NOT_FINITE = 3  # a loss or a gradient that is not finite, or ranks that differ
+    REQUEUE = 75  # stopped by a signal; the same command continues (EX_TEMPFAIL, as Slurm reads it)
+    INTERRUPTED = 130  # a second Ctrl-C: no checkpoint

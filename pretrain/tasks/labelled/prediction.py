@@ -34,7 +34,8 @@ from pretrain.model.task_head import TaskHead
 from pretrain.tasks.answers import data_sha256, map_answers, read_answers
 
 if TYPE_CHECKING:
-    from pretrain.tasks.labelled import LabelledRows
+    from pretrain.tasks.labelled.examples import LabelledRows
+
 
 ROWS = 32  # at a time
 CODE = "2"  # raised when the same teacher and rows would give other logits, or another file

@@ -1,11 +1,13 @@
-"""Define what the tasks with a head share: checks, the head, and its export. No torch."""
+"""Define the tasks with a head: checks, the head, and its export. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from pretrain import RunError
 from pretrain.contracts.terms import Term
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from pretrain.config import RunConfig
     from pretrain.contracts.batch import Batch
     from pretrain.model.families import MaskedLM
-    from pretrain.tasks.transfer import Transfer
+    from pretrain.tasks.labelled.transfer import Transfer
 
 
 class LabelledTask(Task):
@@ -81,7 +83,7 @@ class LabelledTask(Task):
     def examples(self, start: Start) -> Examples:
         """Return the rows of the training split, with the teacher's head if there is one."""
         from data_prep.shards import open_shards
-        from pretrain.tasks.labelled import (
+        from pretrain.tasks.labelled.examples import (
             OUTPUTS,
             LabelledExamples,
             check_kind,
@@ -125,7 +127,7 @@ class LabelledTask(Task):
         from pretrain.model.distillation import HEAD
         from pretrain.model.families import family_of
         from pretrain.model.task_head import TaskHead
-        from pretrain.tasks.labelled import OUTPUTS
+        from pretrain.tasks.labelled.examples import OUTPUTS
 
         output = OUTPUTS[manifest.kind]
         if not family_of(student).attends and output not in ("classes", "score"):
@@ -139,7 +141,7 @@ class LabelledTask(Task):
     def begin(self, config: RunConfig, student: MaskedLM, modules: nn.ModuleDict) -> list[str]:
         """Give the head the weights that the folder of its model has for it."""
         from pretrain.model.distillation import HEAD
-        from pretrain.tasks.labelled import first_weights, mean_score
+        from pretrain.tasks.labelled.examples import first_weights, mean_score
 
         head: Any = modules[HEAD]
         new = first_weights(config, student, head)
@@ -169,7 +171,7 @@ class LabelledTask(Task):
 
         from pretrain.contracts.batch import IGNORE
         from pretrain.objectives.finetune import labels_term
-        from pretrain.tasks.labelled import LabelledRows, correct_term
+        from pretrain.tasks.labelled.examples import LabelledRows, correct_term
         from pretrain.tasks.task_metrics import matthews
 
         found = LabelledRows(validation, self.logits)
@@ -238,3 +240,66 @@ class LabelledTask(Task):
         head = TaskHead(student.config, labels["output"], labels["names"])
         head.load(saved_head(modules))
         return with_head(student, head)
+
+
+class Classification(LabelledTask):
+    """Predict a class or a score of each row; shards of scores make a head with one output."""
+
+    kinds: ClassVar[Any] = ("classification", "regression")
+    pipeline: ClassVar[str] = "text-classification"
+
+    name: Literal["classification"] = "classification"
+    masked: float = Field(0.0, ge=0, lt=1)
+    """Share of a training text's words that become [MASK], for a student that learns only from its
+    teacher.
+    """
+    ngrams: float = Field(0.0, ge=0, le=1)
+    """Share of such examples that keep a few words."""
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse changed texts that no teacher reads."""
+        super().check(config)
+        if self.masked == self.ngrams == 0:
+            return
+        name, objective = config.objective.name, config.objective
+        if config.teacher is None or not objective.compares:
+            raise ValueError(
+                f"task.masked and task.ngrams change texts, whose labels a teacher must tell: name "
+                f"`teacher:`, and an objective that compares with it (here {name})"
+            )
+        if self.logits is not None:
+            raise ValueError("task.logits are those of texts that do not change: remove the key")
+
+    def transfer(self, shards: Path, manifest: Manifest, seed: int) -> Transfer | None:
+        """Return what changes the texts of training examples; RunError if words are not known."""
+        if self.masked == self.ngrams == 0:
+            return None
+        from pretrain.tasks.labelled.transfer import Transfer
+        from pretrain.tasks.mlm.examples import special_tokens, words_of
+
+        words = words_of(shards, manifest, "task.masked", "remove it and task.ngrams")
+        special = special_tokens(manifest, len(words.goes_on))
+        ids = manifest.tokenizer.special_ids
+        frame = (ids.cls, ids.sep, ids.pad)
+        return Transfer(self.masked, self.ngrams, seed, words, special, ids.mask, ids.pad, frame)
+
+
+class TokenClassification(LabelledTask):
+    """Predict a tag of each word."""
+
+    kinds: ClassVar[Any] = ("token_classification",)
+    pipeline: ClassVar[str] = "token-classification"
+
+    name: Literal["token_classification"] = "token_classification"
+
+
+class QuestionAnswering(LabelledTask):
+    """Predict the first and the last token of the answer in each row."""
+
+    kinds: ClassVar[Any] = ("question_answering",)
+    pipeline: ClassVar[str] = "question-answering"
+
+    name: Literal["question_answering"] = "question_answering"
+
+
+TASKS = (Classification, TokenClassification, QuestionAnswering)

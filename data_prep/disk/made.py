@@ -1,0 +1,113 @@
+"""Keep with a folder what it was made of, so that it is made again for anything else.
+
+The record is a JSON file of the folder: `inputs`, the hashes of the folder's `files`, and what its
+maker adds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from data_prep.disk.atomic import hash_file
+from data_prep.disk.json_files import parse_object, write_json
+from data_prep.disk.locks import Busy
+from data_prep.disk.temporary import held
+
+UNKNOWN = "unknown"  # an input that tells no version; nothing that was made of it is kept
+CARD = "README.md"  # what people change later, and no record holds
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """Return a folder's record; empty if it is missing, damaged or none of this form."""
+    try:
+        found = parse_object(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found.get("inputs"), dict) else {}
+
+
+def difference(file: Path, inputs: Mapping[str, Any]) -> str | None:
+    """Return why a folder is not what these inputs make; None if it is, and is whole.
+
+    Args:
+        file: its record.
+        inputs: all that shapes it, as JSON has it: keys, versions or hashes of what is read, a
+            number that is raised when the same would make something else.
+    """
+    known = read_record(file)
+    if not known:
+        return f"there is no {file} of this version"
+    if UNKNOWN in inputs.values():
+        return "an input tells no version"
+    before = known["inputs"]
+    if odd := [k for k in sorted(before.keys() | inputs) if before.get(k) != inputs.get(k)]:
+        return f"{odd[0]} was {before.get(odd[0])} and is now {inputs.get(odd[0])}"[:200]
+    try:
+        files = known.get("files", {})
+        hashes = {name: e if isinstance(e, str) else e["sha256"] for name, e in files.items()}
+        if (there := files_of(file)) != hashes:
+            names = sorted(there.keys() | hashes)
+            return next(f"{n} has changed" for n in names if there.get(n) != hashes.get(n))
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        return f"{file}: {error}"
+    return None
+
+
+def files_of(file: Path) -> dict[str, str]:
+    """Return the hash of each file beside a record, by its path, but of the card."""
+    folder = file.parent
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    hashes = {str(path.relative_to(folder)): hash_file(path)[0] for path in found if path != file}
+    return {name: sha256 for name, sha256 in hashes.items() if name != CARD}
+
+
+def seal(file: Path, inputs: Mapping[str, Any], **more: Any) -> None:
+    """Write the record of a folder whose other files are written."""
+    write_json(file, {"inputs": dict(inputs), "files": files_of(file), **more})
+
+
+def foreign(file: Path, others: Collection[str] = ()) -> str | None:
+    """Return the first file of a folder that its record does not name, nor `others`; or None."""
+    folder, known = file.parent, read_record(file)
+    own = {file.name, *known.get("files", ()), *others} if known else set()
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = (str(path.relative_to(folder)) for path in found)
+    return next((name for name in names if name not in own), None)
+
+
+@contextmanager
+def aside(target: Path, *, who: str) -> Iterator[Path]:
+    """Yield a new folder that takes the place of `target` if the block ends without an error.
+
+    Args:
+        target: the folder, which may exist.
+        who: the command, for a message.
+
+    Raises:
+        Busy: another process makes it.
+    """
+    target = Path(os.path.realpath(target))
+    place = target.with_name(f".tmp-{target.name}")
+    place.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held(place, make=False))
+        except BlockingIOError:
+            raise Busy(f"{target}: another process of {who} makes it: wait for its end") from None
+        except OSError:  # a file system without such locks
+            pass
+        for left in place.iterdir():  # by a killed call
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        try:
+            yield place
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        if target.exists():
+            shutil.rmtree(target)
+        place.rename(target)

@@ -1,1 +1,0 @@
-"""Classify texts, pairs of texts, or give them a score."""

@@ -1,1 +1,0 @@
-"""Find the answer to a question in a text."""

@@ -1,1 +1,0 @@
-"""Tag the words of a text."""
