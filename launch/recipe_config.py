@@ -26,8 +26,8 @@ from launch.stage_keys import (
     TrimKeys,
 )
 from pretrain.config import RunConfig
+from pretrain.export.owner_config import PricePerHour, Slurm
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
-from pretrain.owner_config import PricePerHour, Slurm
 
 _SEED = "train.seed"
 _MODELS = ("teacher", "resume_from", "student.init", "model.init")

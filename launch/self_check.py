@@ -26,11 +26,11 @@ import torch
 from torch import nn
 
 from data_prep.config import CorpusConfig
+from data_prep.disk.replacing import replace_json
 from data_prep.prepare import prepare
 from pretrain.bench import micro_step
 from pretrain.config import RunConfig
 from pretrain.data.hashing import derive, root
-from pretrain.files import replace_json
 from pretrain.model.families import FAMILIES
 from pretrain.monitor.metrics import read_metrics
 from pretrain.train import train

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pretrain.api import MaskingCollator, distil, encode
+    from launch.api import MaskingCollator, distil, encode
 
 __all__ = ["MaskingCollator", "RunError", "distil", "encode"]
 
@@ -49,7 +49,7 @@ class DivergedError(NumericalError):
 
 
 def __getattr__(name: str) -> Any:
-    """Import what `pretrain.api` offers when it is first used: torch takes seconds."""
+    """Import what `launch.api` offers when it is first used: torch takes seconds."""
     if name in ("MaskingCollator", "distil", "encode"):
-        return getattr(import_module("pretrain.api"), name)
+        return getattr(import_module("launch.api"), name)
     raise AttributeError(f"module 'pretrain' has no attribute {name!r}")

@@ -17,11 +17,11 @@ from data_prep.disk.credentials import masked
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.device.precision import PrecisionName
+from pretrain.export.owner_config import SHOWN, Card, PricePerHour, Slurm
 from pretrain.kernels.products import ProductsName
-from pretrain.model_config import Model, Student
+from pretrain.model.model_config import Model, Student
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.known import Objective, with_objective
-from pretrain.owner_config import SHOWN, Card, PricePerHour, Slurm
 from pretrain.tasks.folders import TASKS, AnyTask
 
 # The most rows, and examples, of a run on CPUs that gives no `micro_batch_size`.

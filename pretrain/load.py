@@ -1,9 +1,9 @@
-"""Load the inputs of a run: corpus, teacher, checkpoint and student."""
+"""Load the inputs of a run: corpus, teacher, checkpoint and student, and the state of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,6 @@ from pretrain.run_folder import (
     recipe_changes,
     shortened,
 )
-from pretrain.state import FIELDS, TrainState
 from pretrain.tasks.task import Examples, Start
 
 _ADAPTERS = 5  # this use of the seed; order, masking, dropout and checksums have others
@@ -47,6 +46,38 @@ _SCHEDULE = (
     *("train.max_steps", "train.epochs", "optimizer.schedule"),
     *("optimizer.warmup_ratio", "optimizer.decay_ratio"),
 )
+
+
+@dataclass
+class TrainState:
+    """Hold the position and the counts of a run.
+
+    The learning rate, the rows, their masks and dropout are functions of the step and need no
+    state. Weights and optimizer state are tensors, which a checkpoint keeps in other files.
+    """
+
+    step: int = 0  # optimizer steps made
+    tokens: int = 0  # trained on, without padding
+    skipped_steps: int = 0  # left out because they were not finite
+    skip_rows: tuple[Skip, ...] = ()
+    evaluation: dict[str, float] = field(default_factory=dict)  # the newest validation figures
+    evaluation_step: int = 0
+    scaler: dict[str, Any] | None = None  # state of fp16's loss scale
+
+    @classmethod
+    def from_checkpoint(cls, values: Mapping[str, Any]) -> TrainState:
+        """Build from the values of a checkpoint's state.json."""
+        known = {key: values[key] for key in FIELDS}
+        return cls(**{**known, "skip_rows": tuple(Skip(*skip) for skip in values["skip_rows"])})
+
+    def write(self) -> dict[str, Any]:
+        """Return the values for state.json, which `from_checkpoint` takes."""
+        # JSON has no dataclasses: each skip is a list of three numbers.
+        skips = [[skip.first, skip.last, skip.step] for skip in self.skip_rows]
+        return {**asdict(self), "skip_rows": skips}
+
+
+FIELDS = tuple(field.name for field in fields(TrainState))
 # The keys of state.json that a run continues from.
 _NEEDED = (*FIELDS, "shaping", "shards", "teacher")
 

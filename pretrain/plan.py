@@ -17,7 +17,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.contracts.terms import DISTILBERT_NAMES, Shape
 from pretrain.data.order import Order
-from pretrain.model_config import Projected, Student
+from pretrain.model.model_config import Projected, Student
 from pretrain.run_folder import sealed_state
 
 FEWEST_STEPS = 200  # a student has hardly left its warm-up before

@@ -20,14 +20,13 @@ from pretrain.device.gpu import hardware_of
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
 from pretrain.distributed.processes import same_everywhere
-from pretrain.load import Inputs
+from pretrain.load import Inputs, TrainState
 from pretrain.model.distillation import Distillation, parameters_by_name
 from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress, SpikeDetector
 from pretrain.plan import num_steps
-from pretrain.state import TrainState
 from pretrain.tasks.task import Measure
 
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]

@@ -12,6 +12,7 @@ import torch
 
 from data_prep.disk import Busy, Lock, lock
 from data_prep.disk.json_files import parse_object
+from data_prep.disk.replacing import replace_json
 from data_prep.shards import check
 from pretrain.bench.machine import commit, hardware
 from pretrain.config import RunConfig
@@ -32,7 +33,6 @@ from pretrain.distributed.processes import (
     timeout,
 )
 from pretrain.evaluation.validation import evaluate
-from pretrain.files import replace_json
 from pretrain.kernels import products
 from pretrain.load import load_inputs
 from pretrain.monitor import trackers

@@ -93,6 +93,7 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> F
     Raises:
         RunError: the folder holds what no demo has written, or the sentence encoder is not here.
     """
+    from data_prep.disk.replacing import replace_json
     from launch.config import config_line, load_config
     from launch.recipe_config import Recipe
     from launch.stages.evaluate import show_figures
@@ -100,7 +101,6 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> F
     from launch.stages.table import check_all, stage_of
     from pretrain import RunError
     from pretrain.contracts.process import ExitCode
-    from pretrain.files import replace_json
 
     if sentences:
         from pretrain.evaluation.encoders import MEANINGS

@@ -31,8 +31,8 @@ def report(
 
     Example: distil report runs/demo/student --html report.html
     """
+    from data_prep.disk.replacing import replace_text
     from pretrain import RunError
-    from pretrain.files import replace_text
     from pretrain.monitor import report as of
 
     while True:

@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from data_prep.disk.replacing import replace_text
 from launch.console import print_table, show
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.files import replace_text
 from pretrain.monitor.figures import FORMATS, compare
 from pretrain.monitor.plot import line_plot
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_prep.disk import hash_file
 from data_prep.disk.made import UNKNOWN
+from data_prep.disk.replacing import replace_json
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import Split
 from launch.commands import quiet
@@ -15,7 +16,6 @@ from launch.console import print_table, show
 from launch.stage_keys import EvaluateKeys, ScoresKeys
 from launch.stages.stage import Compared, How, Made, digest, made_by, real
 from pretrain import RunError
-from pretrain.files import replace_json
 from pretrain.run_folder import (
     MEASURED,
     check_model,

@@ -17,6 +17,7 @@ import psutil
 
 from data_prep.disk import hash_file, lock
 from data_prep.disk.json_files import canonical_sha256, parse_object, read_regular
+from data_prep.disk.replacing import replace_json
 from data_prep.shards import load_manifest
 from launch.checks import room
 from launch.commands import quiet
@@ -29,7 +30,6 @@ from launch.torchrun.hardware import cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.contracts.process import ENDS_WITH_STDIN, LOGS, ExitCode, stop_on_signal
-from pretrain.files import replace_json
 from pretrain.plan import Planned, Sizes, parameters
 from pretrain.run_folder import RESULT, another_run, recipe_changes, sealed_state
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from data_prep.disk.replacing import replace_json
 from launch.commands import quiet
 from launch.console import RUN_LOG, Training, show
 from launch.stage_keys import TrainKeys
@@ -13,7 +14,6 @@ from launch.stages.estimate import assumed, compare_models, on_hardware, planned
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.contracts.process import ExitCode
-from pretrain.files import replace_json
 from pretrain.plan import plan
 from pretrain.run_folder import check_hub, check_inputs, check_output, is_run, sealed_state
 

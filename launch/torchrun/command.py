@@ -12,7 +12,7 @@ from pathlib import Path
 from launch.torchrun.hardware import Device
 from pretrain import RunError
 from pretrain.contracts.process import GRACE, HARDWARE, HEAD, TIMEOUT
-from pretrain.owner_config import Slurm, slurm_seconds
+from pretrain.export.owner_config import Slurm, slurm_seconds
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
 # leave the ranks behind.

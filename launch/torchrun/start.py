@@ -32,7 +32,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.contracts.process import HEAD, ExitCode
 from pretrain.device.precision import check_precision
-from pretrain.owner_config import Slurm
+from pretrain.export.owner_config import Slurm
 from pretrain.run_folder import check_hub, check_inputs, check_output
 
 

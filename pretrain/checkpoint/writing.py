@@ -24,6 +24,7 @@ from torch import Tensor
 
 from data_prep.disk import hash_file, sync
 from data_prep.disk.json_files import indented_json
+from data_prep.disk.replacing import replace_text, writing_to
 from pretrain import RunError
 from pretrain.checkpoint.layout import (
     ADAPTERS,
@@ -38,7 +39,6 @@ from pretrain.checkpoint.layout import (
     manifest_bytes,
 )
 from pretrain.checkpoint.reading import DamagedError, read_state, verify
-from pretrain.files import replace_text, writing_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,12 +18,12 @@ from torch import nn
 from pretrain.contracts.terms import TeacherLabels
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
+from pretrain.model.model_config import Projected
 from pretrain.model.student import build_student
 from pretrain.model.teacher import (
     Teacher,
     parameters_sha256,
 )
-from pretrain.model_config import Projected
 from pretrain.run_folder import noted_layers, recorded, sealed_state
 from pretrain.tasks.task import Measure
 

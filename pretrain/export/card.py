@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from data_prep.messages import duration, one_line
 from pretrain.model.families import family_of
-from pretrain.model_config import OF_INIT
+from pretrain.model.model_config import OF_INIT
 from pretrain.monitor.figures import escaped, label, markdown, with_columns
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.objectives.objective import Objective

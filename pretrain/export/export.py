@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_prep.disk.json_files import parse_object
+from data_prep.disk.replacing import replace_text
 from data_prep.messages import first_line
 from pretrain import RunError
 from pretrain.export.asked import Onnx, check_target
 from pretrain.export.card import About, model_card
-from pretrain.files import replace_text
+from pretrain.export.owner_config import SHOWN
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of, has_types
 from pretrain.model.folder import Loaded, model_config, read_model, write_model
@@ -31,7 +32,6 @@ from pretrain.model.task_head import TaskHead, output_of, saved_head, with_head
 from pretrain.monitor.figures import escaped
 from pretrain.monitor.metrics import read_metrics
 from pretrain.objectives.known import objective_of, task_of
-from pretrain.owner_config import SHOWN
 from pretrain.run_folder import MEASURED, check_run, onnx_file
 from pretrain.tasks.labelled.examples import own_head
 

@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from data_prep.disk import hash_file
+from data_prep.disk.replacing import writing_to
 from data_prep.disk.temporary import held, remove_left
 from data_prep.messages import warn
 from data_prep.tokens.agreement import SETTINGS
 from pretrain import RunError
 from pretrain.checkpoint import Saved, read_newest
-from pretrain.files import writing_to
 from pretrain.model.families import Family, MaskedLM, family_of
 from pretrain.model.hub import config_file, not_there
 from pretrain.model.loading import assemble, known_family

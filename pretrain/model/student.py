@@ -28,9 +28,9 @@ from pretrain.model.families.bi_lstm import BiLstm
 from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length, reinitialise
+from pretrain.model.model_config import Model, Projected, Student
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
 from pretrain.model.word_vectors import read_vectors
-from pretrain.model_config import Model, Projected, Student
 from pretrain.plan import Sizes, default_layers, student_sizes
 from pretrain.run_folder import check_source
 

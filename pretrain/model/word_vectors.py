@@ -20,8 +20,8 @@ from torch import Tensor
 from data_prep.disk import hash_file
 from data_prep.messages import error_line, one_line
 from pretrain import RunError
+from pretrain.model.model_config import Student
 from pretrain.model.teacher import Teacher
-from pretrain.model_config import Student
 
 _SHA256 = "of sha256"
 _NOTE = re.compile(rf"vectors of a file \({_SHA256} ([0-9a-f]{{16}})\)")

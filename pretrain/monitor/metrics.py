@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 
+from data_prep.disk.replacing import writing_to
 from pretrain.device.memory import in_use
-from pretrain.files import writing_to
 
 
 class SpikeDetector:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.files import replace_json
+from data_prep.disk.replacing import replace_json
 from pretrain.run import Run
 
 _SHOWN = 16  # rows named in a message

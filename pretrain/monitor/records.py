@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.disk import hash_file
+from data_prep.disk.replacing import replace_json
 from pretrain import RunError, __version__
-from pretrain.files import replace_json
 from pretrain.monitor.figures import Figure
 
 _PROJECT = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ from typing import Any
 
 from data_prep.disk.credentials import masked
 from data_prep.disk.json_files import parse_object, read_regular
+from data_prep.disk.replacing import replace_json
 from data_prep.shards import CorpusError
 from pretrain import NumericalError, RunError
 from pretrain.contracts.process import LAUNCH, ExitCode
 from pretrain.device.memory import out_of_memory
-from pretrain.files import replace_json
 
 STATUS = "exit_status.json"
 _FULL = "; free some space, then run the same command again; what is finished stays"

@@ -27,7 +27,7 @@ from launch.torchrun.hardware import PRESETS, Hardware, hardware
 from launch.torchrun.start import Launch, first_host, launch_id, layout_of, with_fewer_nodes
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.owner_config import Slurm, slurm_seconds
+from pretrain.export.owner_config import Slurm, slurm_seconds
 
 CPU = Layout(nodes=1, processes=2, device="cpu")
 TORCHRUN = [sys.executable, command.ENTRY, "torch.distributed.run"]

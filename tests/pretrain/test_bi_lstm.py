@@ -30,10 +30,10 @@ from pretrain.model.bi_lstm_encoder import BiLstmConfig
 from pretrain.model.cut import cut_zero_heads
 from pretrain.model.families import FAMILIES, encode
 from pretrain.model.families.bi_lstm import BiLstmForSequenceClassification
+from pretrain.model.model_config import Student
 from pretrain.model.session import Session
 from pretrain.model.task_head import TaskHead
 from pretrain.model.word_vectors import read_vectors
-from pretrain.model_config import Student
 from pretrain.objectives.kd import SoftLabels
 from pretrain.shrink.prune import magnitudes
 from pretrain.tasks.labelled.examples import LabelledRows

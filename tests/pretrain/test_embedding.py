@@ -41,11 +41,11 @@ from pretrain.model.distillation import Distillation
 from pretrain.model.families import FAMILIES, encode, shape_of
 from pretrain.model.folder import load_model
 from pretrain.model.loading import assemble
+from pretrain.model.model_config import Student
 from pretrain.model.model_files import read_config, read_tensors
 from pretrain.model.pooling import SentenceHead, pooled
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.student import build_student
-from pretrain.model_config import Student
 from pretrain.objectives.embedding import Embedding
 from pretrain.tasks.answers import map_answers
 from pretrain.tasks.embedding.documents import Documents

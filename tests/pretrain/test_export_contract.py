@@ -10,8 +10,8 @@ from safetensors import safe_open
 from support.tiny import as_teacher
 from transformers import BertConfig, BertForMaskedLM, DistilBertForMaskedLM
 
+from pretrain.model.model_config import Student
 from pretrain.model.student import build_student
-from pretrain.model_config import Student
 
 
 @pytest.fixture(scope="module")

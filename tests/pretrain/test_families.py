@@ -29,9 +29,9 @@ from pretrain.export.export import export
 from pretrain.kernels.attention.dispatch import by_document, masked, usable
 from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of, shape_of
 from pretrain.model.folder import load_model
+from pretrain.model.model_config import Student
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher, parameters_sha256
-from pretrain.model_config import Student
 from pretrain.tasks.mlm.examples import masked_batch
 
 attention = import_module("pretrain.kernels.attention.dispatch")  # its function has this name, too

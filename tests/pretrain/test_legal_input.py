@@ -30,9 +30,9 @@ from pretrain.export.export import export
 from pretrain.load import load_inputs
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import encode, family_of, shape_of
+from pretrain.model.model_config import Student
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher
-from pretrain.model_config import Student
 from pretrain.monitor.metrics import Silent
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.tasks.mlm.examples import masked_batch

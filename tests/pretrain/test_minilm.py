@@ -24,8 +24,8 @@ from pretrain.evaluation.heads import evaluate_heads
 from pretrain.export.export import export
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import shape_of
+from pretrain.model.model_config import Student
 from pretrain.model.student import build_student
-from pretrain.model_config import Student
 from pretrain.objectives.minilm import MiniLM
 
 NARROW = {

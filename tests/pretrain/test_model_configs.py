@@ -15,9 +15,9 @@ from transformers import ModernBertConfig
 
 from data_prep.shards import Manifest
 from pretrain.model.folder import load_model
+from pretrain.model.model_config import Model, Student
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import load_teacher
-from pretrain.model_config import Model, Student
 
 # Ids of the shards' tokenizer.
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}

@@ -15,9 +15,9 @@ from transformers import AutoModelForMaskedLM
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.model.families import FAMILIES
+from pretrain.model.model_config import Student
 from pretrain.model.student import build_student, project
 from pretrain.model.teacher import Teacher, load_teacher
-from pretrain.model_config import Student
 
 WIDE = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
 NARROW = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}

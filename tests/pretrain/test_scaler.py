@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.files import replace_json
+from data_prep.disk.replacing import replace_json
 
 STEPS = 24
 OVERFLOWS = (5, 6, 17)  # steps whose gradient is infinite

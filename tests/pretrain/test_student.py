@@ -33,9 +33,9 @@ from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sh
 from pretrain.config import RunConfig
 from pretrain.export.export import export
 from pretrain.model.folder import load_model
+from pretrain.model.model_config import Model, Student
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import Teacher, load_teacher, parameters_sha256
-from pretrain.model_config import Model, Student
 from pretrain.plan import default_layers
 
 MakeBert = Callable[..., BertForMaskedLM]

@@ -43,9 +43,9 @@ from pretrain.evaluation.tasks import evaluate_tasks
 from pretrain.export.asked import Onnx
 from pretrain.export.export import export, export_model
 from pretrain.model.folder import read_model
+from pretrain.model.model_config import Student
 from pretrain.model.student import build_student
 from pretrain.model.task_head import TaskHead
-from pretrain.model_config import Student
 from pretrain.objectives.finetune import labels_term, loss_of_labels
 from pretrain.objectives.kd import soft_term
 from pretrain.tasks.labelled import task as labelled_task

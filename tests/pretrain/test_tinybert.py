@@ -35,8 +35,8 @@ from pretrain.export.export import export
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import FAMILIES, shape_of
 from pretrain.model.loading import reinitialise
+from pretrain.model.model_config import Student
 from pretrain.model.student import build_student
-from pretrain.model_config import Student
 from pretrain.objectives.tinybert import TinyBert
 from pretrain.tasks.labelled.examples import LabelledRows
 

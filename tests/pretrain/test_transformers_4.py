@@ -28,8 +28,8 @@ from data_prep.prepare import prepare
 from pretrain.config import RunConfig
 from pretrain.export.export import body, export
 from pretrain.model.folder import load_model
+from pretrain.model.model_config import Student
 from pretrain.model.student import build_student
-from pretrain.model_config import Student
 from pretrain.shrink.prune import prune
 from pretrain.train import train
 

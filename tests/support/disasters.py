@@ -28,12 +28,16 @@ from typing import Any
 from support import tiny_run
 
 import data_prep.disk.atomic
+import data_prep.disk.replacing
 import pretrain.checkpoint
-import pretrain.files
 from pretrain.checkpoint import newest
 
 PACKAGE = Path(pretrain.checkpoint.__file__).parent
-WRITES = {str(PACKAGE / "commit.py"), data_prep.disk.atomic.__file__, pretrain.files.__file__}
+WRITES = {
+    str(PACKAGE / "commit.py"),
+    data_prep.disk.atomic.__file__,
+    data_prep.disk.replacing.__file__,
+}
 READS = {str(PACKAGE / "reading.py"), str(PACKAGE / "layout.py")}
 
 Told = dict[str, Any]

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from data_prep.disk import lock, sync
 from data_prep.disk.json_files import parse_object, read_regular
+from data_prep.disk.replacing import replace_json, writing_to
 from data_prep.shards import Manifest, Segments
 from pretrain import RunError
-from pretrain.files import replace_json, writing_to
 from pretrain.tasks.answers import data_sha256, map_answers, read_answers
 
 # Raised when the same teacher and texts would give other vectors. 2: word embeddings of an

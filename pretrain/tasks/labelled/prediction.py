@@ -23,11 +23,11 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from data_prep.disk import sync, write_file
+from data_prep.disk.replacing import writing_to
 from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.contracts.batch import PLACES, apart
 from pretrain.contracts.packing import find_documents
-from pretrain.files import writing_to
 from pretrain.model.distillation import TYPES
 from pretrain.model.families import MaskedLM, encode
 from pretrain.model.task_head import TaskHead
