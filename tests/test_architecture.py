@@ -63,7 +63,7 @@ def imports(*folders: str) -> Iterator[tuple[Path, str]]:
 )
 def test_a_package_imports_no_later_package(folder: str, others: set[str]) -> None:
     for file, name in imports(folder):
-        if (file, name) != (ROOT / "pretrain" / "__init__.py", "launch.api"):  # handed on lazily
+        if not name.startswith("launch.api."):  # whose names pretrain hands on lazily
             assert name.split(".")[0] not in others, file
 
 

@@ -6,17 +6,19 @@ maker adds.
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
+import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from data_prep.disk.atomic import hash_file
 from data_prep.disk.json_files import parse_object, write_json
 from data_prep.disk.locks import Busy
-from data_prep.disk.temporary import held
+from data_prep.disk.temporary import held, remove_left
 
 UNKNOWN = "unknown"  # an input that tells no version; nothing that was made of it is kept
 CARD = "README.md"  # what people change later, and no record holds
@@ -81,33 +83,40 @@ def foreign(file: Path, others: Collection[str] = ()) -> str | None:
 
 
 @contextmanager
-def aside(target: Path, *, who: str) -> Iterator[Path]:
-    """Yield a new folder that takes the place of `target` if the block ends without an error.
+def beside(target: Path, *, who: str = "") -> Iterator[Path]:
+    """Yield an empty folder beside `target`, for what then gets its name; it is gone at the end.
+
+    What killed processes have left there is removed.
 
     Args:
-        target: the folder, which may exist.
-        who: the command, for a message.
+        target: a folder, which may exist.
+        who: the command, where a second process on the same target is refused.
 
     Raises:
         Busy: another process makes it.
     """
     target = Path(os.path.realpath(target))
-    place = target.with_name(f".tmp-{target.name}")
-    place.mkdir(parents=True, exist_ok=True)
+    own = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
+    new = own.with_name(f"{own.name}.new")
+    new.mkdir(parents=True)
     with ExitStack() as stack:
-        try:
-            stack.enter_context(held(place, make=False))
-        except BlockingIOError:
-            raise Busy(f"{target}: another process of {who} makes it: wait for its end") from None
-        except OSError:  # a file system without such locks
-            pass
-        for left in place.iterdir():  # by a killed call
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        try:
-            yield place
-        except BaseException:
-            shutil.rmtree(place, ignore_errors=True)
-            raise
+        with suppress(OSError):  # a file system without such locks
+            stack.enter_context(held(new, make=False))
+        new.rename(own)  # with its lock: what has such a name and none is of a dead process
+        stack.callback(shutil.rmtree, own, ignore_errors=True)
+        for other in target.parent.glob(f".tmp-{glob.escape(target.name)}-{'[0-9a-f]' * 8}"):
+            if other != own and remove_left(other) and who:
+                raise Busy(f"{target}: another process of {who} makes it: wait for its end")
+        yield own
+
+
+@contextmanager
+def aside(target: Path, *, who: str) -> Iterator[Path]:
+    """Yield a new folder that takes the place of `target` if the block ends without an error."""
+    with beside(target, who=who) as place:
+        folder = place / target.name
+        folder.mkdir()
+        yield folder
         if target.exists():
             shutil.rmtree(target)
-        place.rename(target)
+        folder.rename(os.path.realpath(target))

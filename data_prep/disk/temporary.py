@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -26,7 +26,11 @@ def held(
         os.close(opened)
 
 
-def remove_left(folder: Path) -> None:
-    """Remove a folder that no living process holds."""
-    with suppress(OSError), held(folder, make=False):
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_left(folder: Path) -> bool:
+    """Remove a folder that no living process holds; return whether one does."""
+    try:
+        with held(folder, make=False):
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:  # also of a file system without such locks
+        return isinstance(error, BlockingIOError)
+    return False

@@ -6,12 +6,9 @@ checkpoints have their own writer, in pretrain/checkpoint.
 
 from __future__ import annotations
 
-import glob
 import shutil
-import time
-import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from data_prep.disk import hash_file
+from data_prep.disk.made import beside
 from data_prep.disk.replacing import writing_to
-from data_prep.disk.temporary import held, remove_left
 from data_prep.messages import warn
 from data_prep.tokens.agreement import SETTINGS
 from pretrain import RunError
@@ -198,18 +195,9 @@ def write_model(
         OSError: the disk is full or read-only.
     """
     target = folder.resolve()
-    for left in target.parent.glob(f".tmp-{glob.escape(target.name)}-{'[0-9a-f]' * 8}"):
-        with suppress(OSError):  # a new one may not be locked yet
-            if time.time() - left.stat().st_mtime > _NEW:
-                remove_left(left)  # left by a killed call
-    # A unique name: another process may be writing to the same folder.
-    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
-    lock = ExitStack()
-    try:
+    with ExitStack() as stack:
         with writing_to(folder):
-            temporary.mkdir(parents=True)
-            with suppress(OSError):  # a file system without such locks
-                lock.enter_context(held(temporary))
+            temporary = stack.enter_context(beside(target))
             for name, data in tokenizer.items():
                 (temporary / name).write_bytes(data)
             model.save_pretrained(temporary)
@@ -234,9 +222,6 @@ def write_model(
             if not target.exists():
                 raise
             raise taken(folder, other) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        lock.close()
     return difference, False
 
 
