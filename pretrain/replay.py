@@ -208,7 +208,9 @@ def _plan(
     """
     try:
         config = RunConfig.recorded(state["config"])
-        MaskingConfig.model_validate(state["config"]["masking"])  # else it would draw other masks
+        MaskingConfig.model_validate(
+            state["config"].get("masking", {})
+        )  # else it would draw other masks
         digest, world = str(state["shards"]), int(state["num_processes"])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(

@@ -282,5 +282,5 @@ def test_one_file_reads_and_writes_the_folder_of_a_model() -> None:
             calls.get(name, set()).add(str(file.relative_to(ROOT)))
     own = "pretrain/model/folder.py"
     assert calls["snapshot_download"] == calls["assemble"] == {own}
-    written = {own, "pretrain/checkpoint/writing.py", "launch/self_check.py"}
+    written = {own, "pretrain/checkpoint/commit.py", "launch/self_check.py"}
     assert calls["save_pretrained"] == written

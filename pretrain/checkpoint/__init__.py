@@ -14,6 +14,7 @@ A thread writes to a temporary folder, flushes, hashes and renames it. Only then
 removed. The writer holds the lock of the run's folder.
 """
 
+from pretrain.checkpoint.background import Writer
 from pretrain.checkpoint.reading import (
     Saved,
     check_optimizer,
@@ -22,6 +23,5 @@ from pretrain.checkpoint.reading import (
     read_newest,
     verify,
 )
-from pretrain.checkpoint.writing import Writer
 
 __all__ = ["Saved", "Writer", "check_optimizer", "load_adapters", "newest", "read_newest", "verify"]

@@ -18,7 +18,7 @@ from support.tiny import save_teacher, tiny_bert
 from torch import Tensor, nn
 
 from launch.self_check import checks
-from pretrain.checkpoint.writing import Snapshot
+from pretrain.checkpoint.snapshot import Snapshot
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import send
 from pretrain.device.gpu import check_kernels

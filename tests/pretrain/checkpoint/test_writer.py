@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from pretrain import RunError, checkpoint
-from pretrain.checkpoint.writing import Contents, commit, without_weights
+from pretrain.checkpoint.commit import Contents, commit
+from pretrain.checkpoint.snapshot import without_weights
 from pretrain.model.folder import load_model
 
 WEIGHTS = "student/model.safetensors"
