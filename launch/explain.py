@@ -63,33 +63,23 @@ def unread(config: BaseModel, values: dict[str, Any]) -> str | None:
 
     In the `defaults:` of a recipe, and in a sweep, it is one if no run reads it.
     """
+    groups: list[tuple[str, list[RunConfig], Any]] = []
     if isinstance(config, Recipe):
-        of_stage = [
-            [*entry.sweep.values()] if isinstance(entry, SweepKeys) else [entry]
-            for entry in config.runs
-        ]
-        groups = [
-            (f"runs.{i}.", [run for run in runs if isinstance(run, RunConfig)], values["runs"][i])
-            for i, runs in enumerate(of_stage)
-        ]
+        for i, entry in enumerate(config.runs):
+            each: list[Any] = [*entry.sweep.values()] if isinstance(entry, SweepKeys) else [entry]
+            trained = [run for run in each if isinstance(run, RunConfig)]
+            groups.append((f"runs.{i}.", trained, values["runs"][i]))
         every = [run for _, runs, _ in groups for run in runs]
         groups.insert(0, ("defaults.", every, values.get("defaults") or {}))
-        found = []
-        for prefix, runs, written in groups:
-            # Of the runs of a sweep, and of all that share a key, one must read it.
-            shared = set.intersection(*(set(run.unread()) for run in runs)) if runs else set()
-            keys = {key: runs[0].unread()[key] for key in sorted(shared)}
-            found.append((prefix, keys, written))
     elif isinstance(config, RunConfig) and not values.keys() >= _SECTIONS:
-        found = [("", config.unread(), values)]
-    else:
-        return None
-    for prefix, keys, written in found:
-        for key, why in keys.items():
+        groups = [("", [config], values)]
+    for prefix, runs, written in groups:
+        # One of the runs that share a key must read it.
+        for key in sorted(set.intersection(*(set(run.unread()) for run in runs)) if runs else ()):
             section, _, inner = key.partition(".")
             there = written.get(section)
             if there is not None and (not inner or (isinstance(there, dict) and inner in there)):
-                return f"{prefix}{key}: {why}"
+                return f"{prefix}{key}: {runs[0].unread()[key]}"
         for key in ("resume_from", "vectors"):
             if key in written and written[key] is None:
                 return f"{prefix}{key} is empty, as of an unset variable: give a path, or remove it"

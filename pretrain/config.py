@@ -21,7 +21,7 @@ from pretrain.export.owner_config import SHOWN, Card, PricePerHour, Slurm
 from pretrain.kernels.products import ProductsName
 from pretrain.model.model_config import Model, Student
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.known import Objective, with_objective
+from pretrain.objectives.known import Objective, with_objective, without_gone
 from pretrain.tasks.folders import TASKS, AnyTask
 
 # The most rows, and examples, of a run on CPUs that gives no `micro_batch_size`.
@@ -186,8 +186,6 @@ class Logging(Keys):
 
 SHAPE_NOTHING = ("evaluation", "checkpoint", "logging", "card", "slurm")  # sections
 COMPUTED_BY = ("hardware", "machine")  # keys of a run's config.json: what computed the run
-# Keys, each with the values, that runs of earlier versions have recorded.
-_GONE = (("train", "compile", (False, True)), ("masking", "mode", ("span",)))
 
 
 _COPY = {
@@ -306,11 +304,7 @@ class RunConfig(Keys):
         Raises:
             ValidationError: the values are those of no run.
         """
-        values = dict(values)
-        for section, key, gone in _GONE:
-            if isinstance(held := values.get(section), dict) and held.get(key) in gone:
-                values[section] = {name: held[name] for name in held.keys() - {key}}
-        return cls.model_validate(values)
+        return cls.model_validate(without_gone(values))
 
     def unread(self) -> dict[str, str]:
         """Return the keys that this run does not read, each with the reason and the fix."""

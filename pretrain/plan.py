@@ -11,19 +11,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.contracts.terms import DISTILBERT_NAMES, Shape
 from pretrain.data.order import Order
+from pretrain.model.config_file import read_config
 from pretrain.model.model_config import Projected, Student
 from pretrain.run_folder import sealed_state
 
 FEWEST_STEPS = 200  # a student has hardly left its warm-up before
 _DISTILBERT = "distilbert"
 _CUT_TO_IT = ("bert", _DISTILBERT)  # families whose student is a DistilBERT by default
-_LONGEST = 2**22  # bytes of a config.json
 
 
 class Sizes(NamedTuple):
@@ -300,6 +299,6 @@ def _sizes_at(name: str | None, made: Mapping[Path, Sizes | Planned | None]) -> 
         return sizes if isinstance(sizes, Sizes) else None
     folder = sealed[0] / "student" if sealed is not None else place
     try:
-        return Sizes.of(parse_object(read_regular(folder / "config.json", _LONGEST)))
-    except (OSError, ValueError, RecursionError):
+        return Sizes.of(read_config("", folder))
+    except RunError:
         return None  # a hub's name, or a file that loading refuses

@@ -320,6 +320,8 @@ def recipe_changes(
 ) -> list[str]:
     """Return in which keys a checkpoint's recipe differs from the config's, one text for each."""
     before, now = flatten(state["shaping"]), flatten(config.shaping())
+    if before.get("objective.divergence") == "forward":  # a key that is gone, as all runs are now
+        del before["objective.divergence"]
     # Keys that its version did not have are at their defaults; others that it had may be gone.
     with suppress(ValidationError):
         known = {key: state["config"][key] for key in state["config"].keys() - {*SHAPE_NOTHING}}

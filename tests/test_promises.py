@@ -76,7 +76,7 @@ def test_the_config_of_an_earlier_version_is_read(name: str) -> None:
     known = recorded(promises.HERE / "runs" / name)
     written = json.loads((promises.HERE / "runs" / name / "config.json").read_bytes())
     assert known is not None
-    assert json.loads(known.model_dump_json())["objective"] == written["objective"]
+    assert known.objective.model_dump(mode="json").items() <= written["objective"].items()
     assert str(known.shards) == written["shards"]
 
 

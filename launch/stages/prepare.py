@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
@@ -25,7 +25,35 @@ if TYPE_CHECKING:
 _VOCABULARY = 30522  # words of a task's tokenizer, for an estimate of the disk
 
 
-class Prepare(Stage):
+class _Shards(Stage):
+    """Make shards, or find them up to date."""
+
+    def reads(self) -> dict[str, str]:
+        """Return the tokenizer's model, if it is one."""
+        tokenizer = self.config.tokenizer
+        return {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
+
+    def state(self) -> State:
+        """Return whether all folders have a manifest."""
+        folders = self.outputs()
+        if all((folder / "manifest.json").exists() for folder in folders):
+            return "done"
+        return "begun" if any(folder.exists() for folder in folders) else "new"
+
+    def result(self) -> str:
+        """Return the rows of each folder."""
+        return "; ".join(_rows(folder) for folder in self.outputs())
+
+    def check_tokenizer(self, made: Made) -> bool:
+        """Refuse a path that is not there; return whether an earlier stage is yet to make it."""
+        tokenizer = self.config.tokenizer
+        missing = isinstance(tokenizer, str | Path) and not Path(tokenizer).exists()
+        if missing and real(tokenizer) not in made:
+            refuse_path(tokenizer)
+        return missing and real(tokenizer) in made
+
+
+class Prepare(_Shards):
     """Make shards of a corpus, or find them up to date."""
 
     keys, of = PrepareKeys, CorpusConfig
@@ -39,15 +67,10 @@ class Prepare(Stage):
         """Return a folder for each row length."""
         return [self.config.folder(length) for length in self.config.row_lengths]
 
-    def reads(self) -> dict[str, str]:
-        """Return the tokenizer's model, if it is one."""
-        tokenizer = self.config.tokenizer
-        return {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
-
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Find the inputs of each source; they may be made by no stage."""
         config = self.config
-        _check_tokenizer(config.tokenizer, made)
+        later = self.check_tokenizer(made)
         lines = []
         for source in config.sources:
             inputs = source.inputs(1 << 30)
@@ -56,7 +79,7 @@ class Prepare(Stage):
         rows: dict[int, Planned] = {}
         if self.state() != "done":
             check_folders(config)
-            if dry_run and not _is_made(config.tokenizer, made):
+            if dry_run and not later:
                 rows = self._estimate(lines)
         folders = zip(config.row_lengths, self.outputs(), strict=True)
         return {real(folder): rows.get(length) for length, folder in folders}, lines
@@ -79,17 +102,6 @@ class Prepare(Stage):
         )
         return {n: Planned(max(1, num), tokens, n, found.vocab_size) for n, num in rows.items()}
 
-    def state(self) -> State:
-        """Return whether all folders have a manifest."""
-        folders = self.outputs()
-        if all((folder / "manifest.json").exists() for folder in folders):
-            return "done"
-        return "begun" if any(folder.exists() for folder in folders) else "new"
-
-    def result(self) -> str:
-        """Return the rows of each length."""
-        return "; ".join(_rows(folder) for folder in self.outputs())
-
     def run(self, how: How) -> int:
         """Run the stages of the corpus that are not up to date."""
         try:
@@ -101,7 +113,7 @@ class Prepare(Stage):
         return ExitCode.DONE
 
 
-class Examples(Stage):
+class Examples(_Shards):
     """Make shards of a task's data, or find them up to date."""
 
     keys, of = ExamplesKeys, ExamplesConfig
@@ -112,23 +124,21 @@ class Examples(Stage):
         return f"examples of {self.config.task.name}"
 
     def reads(self) -> dict[str, str]:
-        """Return the tokenizer's model, if it is one."""
-        tokenizer = self.config.tokenizer
-        found = {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
+        """Return the tokenizer's model, if it is one, and shards without labels."""
         spare = self.config.unlabelled
-        return found | ({"unlabelled": str(spare)} if spare is not None else {})
+        return super().reads() | ({"unlabelled": str(spare)} if spare is not None else {})
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Find the tokenizer and the files; no stage makes files of labels."""
         config = self.config
-        _check_tokenizer(config.tokenizer, made)
+        later = self.check_tokenizer(made)
         lines = []
         for split, path in config.files().items():
             if not path.exists():
                 raise CorpusError(f"{split} {path}: no such file or folder: check the path")
             lines.append(f"{split}: {path}")
         rows = None
-        if dry_run and self.state() != "done" and not _is_made(config.tokenizer, made):
+        if dry_run and self.state() != "done" and not later:
             from data_prep.examples.making import expected
 
             num, tokens = expected(config)
@@ -139,26 +149,10 @@ class Examples(Stage):
             lines.append(f"train: about {rows.rows:,} rows, {rows.tokens:,} tokens")
         return {real(config.output): rows}, lines
 
-    def state(self) -> State:
-        """Return whether the folder has a manifest."""
-        if (self.config.output / "manifest.json").exists():
-            return "done"
-        return "begun" if self.config.output.exists() else "new"
-
-    def result(self) -> str:
-        """Return the number of rows."""
-        return _rows(self.config.output)
-
     def run(self, how: How) -> int:
         """Make them, or compare the finished ones."""
         examples_and_show(self.config)
         return ExitCode.DONE
-
-
-def _is_made(tokenizer: Any, made: Made) -> bool:
-    """Return whether an earlier stage is yet to make it, so that it cannot be read."""
-    named = isinstance(tokenizer, str | Path) and not Path(tokenizer).exists()
-    return named and real(tokenizer) in made
 
 
 def _rows(folder: Path) -> str:
@@ -169,13 +163,6 @@ def _rows(folder: Path) -> str:
     manifest = load_manifest(folder)
     train = manifest.splits["train"]
     return f"{train.rows:,} rows x {manifest.row_length}, {train.tokens:,} tokens"
-
-
-def _check_tokenizer(tokenizer: Any, made: Made) -> None:
-    """Refuse a path that is not there and that no stage makes."""
-    named = isinstance(tokenizer, str | Path) and real(tokenizer) not in made
-    if named and not Path(tokenizer).exists():
-        refuse_path(tokenizer)
 
 
 def prepare_and_show(

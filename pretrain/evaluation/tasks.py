@@ -30,10 +30,10 @@ from pretrain import RunError
 from pretrain.contracts.batch import IGNORE
 from pretrain.device.gpu import check_kernels
 from pretrain.evaluation.encoders import load_encoder, unit
+from pretrain.model.config_file import read_config
 from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
-from pretrain.model.model_files import read_config
 from pretrain.model.session import ENDS, LOGITS, Session, model_folder
 from pretrain.model.task_head import TaskHead, check_head, labels_of
 from pretrain.model.teacher import check_fit, check_tokenizer

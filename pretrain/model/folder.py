@@ -25,10 +25,11 @@ from data_prep.messages import warn
 from data_prep.tokens.agreement import SETTINGS
 from pretrain import RunError
 from pretrain.checkpoint import Saved, read_newest
+from pretrain.model.config_file import read_config
 from pretrain.model.families import Family, MaskedLM, family_of
 from pretrain.model.hub import config_file, not_there
 from pretrain.model.loading import assemble, known_family
-from pretrain.model.model_files import read_config, read_tensors
+from pretrain.model.model_files import read_tensors
 from pretrain.run_folder import is_run, no_checkpoint, taken
 
 _TEXTS = ("config.json", "vocab.txt", "tokenizer.json", *SETTINGS)

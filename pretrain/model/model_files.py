@@ -1,4 +1,4 @@
-"""Read the files of a model without running any code: config.json, tensors, vocabulary.
+"""Read the files of a model without running any code: tensors and vocabulary.
 
 `transformers` gets a config and tensors from here and never a folder: files in a folder can make it
 load code (auto_map, attention kernels), pickles, adapters and other repositories. In every function
@@ -8,9 +8,8 @@ the message of a RunError begins with `who`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -19,24 +18,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
-from data_prep.disk.json_files import (
-    NotRegularError,
-    TooLargeError,
-    parse_object,
-    read_regular_text,
-)
 from data_prep.messages import first_line
 from data_prep.tokens.agreement import SETTINGS
 from data_prep.tokens.tokenizer import as_value_errors
 from pretrain import RunError
+from pretrain.model.config_file import read_json, read_text
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
-# Keys that make transformers import, fetch or replace code; a leading underscore hides none.
-_CODE = (
-    *("auto_map", "attn_implementation", "experts_implementation", "custom_generate"),
-    *("quantization_config", "fusion_config", "kernel_config"),
-)
-_LONGEST_JSON, _LONGEST_VOCABULARY = 2**24, 2**28  # bytes
+_LONGEST_VOCABULARY = 2**28  # bytes
 _MOST_HOLES = 2**20  # ids without a token
 _SAFE_UNPICKLER = (2, 10)  # torch 2.10: before, weights_only was not safe (CVE-2026-24747)
 _ROLES = ("pad", "unk", "cls", "sep", "mask")
@@ -47,30 +36,6 @@ class Words(NamedTuple):
 
     vocabulary: list[str]
     special_ids: dict[str, int | None]  # keys as in the shards' manifest; None: no such token
-
-
-def read_text(who: str, path: Path, limit: int) -> str:
-    """Return a text file's content; RunError if it is not a file, or larger than any model's."""
-    try:
-        return read_regular_text(path, limit)
-    except (FileNotFoundError, NotRegularError):
-        raise RunError(f"{who}: {path} is not a file; copy or download it again") from None
-    except UnicodeDecodeError as error:
-        raise RunError(
-            f"{who}: {path} is not UTF-8 text ({first_line(error)}); copy or download it again"
-        ) from None
-    except TooLargeError as error:
-        raise RunError(
-            f"{who}: {path.name} {error.strerror}, more than the {limit:,} of any model"
-        ) from None
-
-
-def read_config(who: str, folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder; refuse one that could run code."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise RunError(f"{who}: there is no {path}; check the path")
-    return _read_json(who, path)
 
 
 def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, Tensor]:
@@ -158,7 +123,7 @@ def read_words(who: str, folder: Path) -> Words | None:
         raise RunError(f"{who}: its tokenizer cannot be read ({first_line(error)})") from error
     special: dict[str, int | None] = {}
     for name in SETTINGS:
-        settings = _read_json(who, folder / name) if os.path.lexists(folder / name) else {}
+        settings = read_json(who, folder / name) if os.path.lexists(folder / name) else {}
         for role in _ROLES:
             token = settings.get(f"{role}_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -177,30 +142,6 @@ def read_words(who: str, folder: Path) -> Words | None:
     return Words(vocabulary, special) if ids else None
 
 
-def _read_json(who: str, path: Path) -> dict[str, Any]:
-    try:
-        raw = parse_object(read_text(who, path, _LONGEST_JSON))
-    except RunError:
-        raise
-    except ValueError as error:
-        raise RunError(f"{who}: {path} is {first_line(error)}") from error
-    for key in _keys(raw):
-        if key.lstrip("_").startswith(_CODE):
-            raise RunError(
-                f"{who}: {path.name} holds {key!r}, which could run code; take the key out if the "
-                "model needs none, or take another model"
-            )
-    return raw
-
-
-def _keys(value: object) -> Iterator[str]:
-    """Yield the keys of an object and of the objects in it."""
-    if isinstance(value, dict):
-        yield from value
-        for inner in value.values():
-            yield from _keys(inner)
-
-
 def _weight_files(who: str, folder: Path, name: str) -> dict[Path, set[str] | None]:
     """Return the files of the weights, and the names of the tensors to take from each.
 
@@ -212,7 +153,7 @@ def _weight_files(who: str, folder: Path, name: str) -> dict[Path, set[str] | No
     index = folder / f"{name}.index.json"
     if not index.is_file():
         return {}
-    table = _read_json(who, index).get("weight_map")
+    table = read_json(who, index).get("weight_map")
     parts: dict[Path, set[str] | None] = {}
     for tensor, part in table.items() if isinstance(table, dict) else [("", "")]:
         # Case matters: transformers would read a file without the suffix .safetensors as a pickle.

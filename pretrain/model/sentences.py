@@ -30,14 +30,10 @@ from data_prep.tokens.agreement import check_sentences
 from data_prep.tokens.tokenizer import as_value_errors
 from pretrain import RunError
 from pretrain.contracts.packing import find_documents
+from pretrain.model.config_file import read_config, read_text
 from pretrain.model.families import MaskedLM, encode, family_of
 from pretrain.model.loading import FLOATS
-from pretrain.model.model_files import (
-    read_config,
-    read_tensors,
-    read_text,
-    read_tokenizer,
-)
+from pretrain.model.model_files import read_tensors, read_tokenizer
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead
 
 # sentence-transformers reads the first of these files.

@@ -12,10 +12,11 @@ from torch import nn
 from data_prep.shards import CorpusError, Manifest, vocabulary_sha256
 from data_prep.tokens.comparison import difference
 from pretrain import RunError
+from pretrain.model.config_file import read_config
 from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import TooFewPositions, check_row_length, known_family
-from pretrain.model.model_files import read_config, read_tokenizer, read_words
+from pretrain.model.model_files import read_tokenizer, read_words
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import read_head
 from pretrain.run_folder import check_source

@@ -9,11 +9,11 @@ L_cos = 1 - cos(last hidden states), mean over all tokens.
 Weights 5 / 2 / 1 and T = 2 are what the authors used. Two more are 0 by default:
 L_mse = squared distance of the logits, an option of the authors' code, over the tokens of L_ce,
 L_hid = mean squared difference of the last hidden states, mean over all tokens.
-`divergence` replaces L_ce by T^2 KL(student || teacher), "reverse", or by T^2 JS, "js".
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -49,17 +49,11 @@ class DistilBert(Objective):
     """Weight of the squared difference of the last hidden states."""
     kl_positions: Literal["all", "masked"] = "all"
     """Tokens at which distributions are compared: all but padding, or masked ones."""
-    divergence: Literal["forward", "reverse", "js"] = "forward"
-    """KL(teacher || student) as in the paper, KL(student || teacher), or Jensen-Shannon; the last
-    two take the slower way.
-    """
 
     @model_validator(mode="after")
     def _some_term(self) -> DistilBert:
         if self.kl == self.mlm == self.cosine == self.mse == self.hidden_mse == 0:
             raise ValueError("kl, mlm and cosine are all 0: set one, e.g. objective.kl: 5")
-        if self.kl == 0 and self.divergence != "forward":
-            raise ValueError(f"divergence {self.divergence}: kl is 0, and it is kl's formula")
         return self
 
     @property
@@ -70,22 +64,15 @@ class DistilBert(Objective):
     @property
     def parts(self) -> tuple[Part, ...]:
         """Return the terms with a weight above 0."""
-        kl = {
-            "forward": "KL(teacher || student)",
-            "reverse": "KL(student || teacher)",
-            "js": "Jensen-Shannon divergence",
-        }[self.divergence]
         where, over = f"over {self.kl_positions} tokens", self._over
-        kl += f" at temperature {self.temperature:g} {where}"
+        kl = f"KL(teacher || student) at temperature {self.temperature:g} {where}"
         found = (
             Part("kl", self.kl, kl, over, logits=True),
             Part("mlm", self.mlm, MLM, "masked", logits=True, teacher=False),
             Part("cosine", self.cosine, "cosine distance of the last hidden states"),
             Part("mse", self.mse, f"squared distance of the logits {where}", over, logits=True),
             Part(
-                "hidden_mse",
-                self.hidden_mse,
-                "mean squared difference of the last hidden states",
+                "hidden_mse", self.hidden_mse, "mean squared difference of the last hidden states"
             ),
         )
         return tuple(part for part in found if part.weight > 0)
@@ -109,25 +96,14 @@ class DistilBert(Objective):
         """Return the terms with a weight above 0."""
         if teacher is not None:
             self.check(student, teacher)
-        from pretrain.objectives.vocabulary_terms import (
-            divergence_term,
-            kl_term,
-            mlm_term,
-            mse_term,
-        )
+        from pretrain.objectives.vocabulary_terms import kl_term, mlm_term, mse_term
 
-        # The fused kernels compute the paper's formula; a variant runs through autograd.
-        kl = kl_term(self.kl, temperature=self.temperature, over=self._over)
-        if self.divergence != "forward":
-            kl = divergence_term(
-                self.kl, kind=self.divergence, temperature=self.temperature, over=self._over
-            )
         terms: tuple[tuple[float, Term], ...] = (
-            (self.kl, kl),
+            (self.kl, kl_term(self.kl, temperature=self.temperature, over=self._over)),
             (self.mlm, mlm_term(self.mlm)),
-            (self.cosine, cosine_term(self.cosine)),
+            (self.cosine, hidden_term("cosine", self.cosine, cosine_distance)),
             (self.mse, mse_term(self.mse, over=self._over)),
-            (self.hidden_mse, hidden_mse_term(self.hidden_mse)),
+            (self.hidden_mse, hidden_term("hidden_mse", self.hidden_mse, squared_distance)),
         )
         # A term of weight 0 would cost its whole computation and change nothing.
         return tuple(term for weight, term in terms if weight > 0)
@@ -140,8 +116,13 @@ def cosine_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
     return 1 - cosine_similarity(wide(student_ND), wide(teacher_ND), dim=-1)
 
 
-def cosine_term(weight: float) -> SignalTerm:
-    """Return the cosine term: last hidden states of student and teacher."""
+def squared_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+    """Compute mean((student - teacher)^2) [N]: L_hid, on last hidden states."""
+    return (wide(student_ND) - wide(teacher_ND)).square().mean(-1)
+
+
+def hidden_term(name: str, weight: float, distance: Callable[..., Tensor]) -> SignalTerm:
+    """Return a term that compares the last hidden states of student and teacher."""
 
     def total(
         student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
@@ -149,20 +130,7 @@ def cosine_term(weight: float) -> SignalTerm:
         assert teacher is not None
         # The mask leaves padding out, whose hidden states mean nothing. `count` is the number of
         # tokens, so this sum becomes the mean over all tokens.
-        values_BL = cosine_distance(student.last_hidden_state, teacher.last_hidden_state)
+        values_BL = distance(student.last_hidden_state, teacher.last_hidden_state)
         return (values_BL * batch.packing.token_mask).sum()
 
-    return SignalTerm("cosine", constant(weight), "tokens", total, True)
-
-
-def hidden_mse_term(weight: float) -> SignalTerm:
-    """Return the mean squared difference of the last hidden states of student and teacher."""
-
-    def total(
-        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
-    ) -> Tensor:
-        assert teacher is not None
-        ours, theirs = (wide(model.last_hidden_state) for model in (student, teacher))
-        return ((ours - theirs).square().mean(-1) * batch.packing.token_mask).sum()
-
-    return SignalTerm("hidden_mse", constant(weight), "tokens", total, True)
+    return SignalTerm(name, constant(weight), "tokens", total, True)

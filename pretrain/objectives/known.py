@@ -43,6 +43,23 @@ else:
     Objective = Annotated[Union[OBJECTIVES], Field(discriminator="name")]  # noqa: UP007
 
 
+# Keys, each with the values, that runs of earlier versions have recorded.
+GONE = (
+    ("train", "compile", (False, True)),
+    ("masking", "mode", ("span",)),
+    ("objective", "divergence", ("forward", "reverse", "js")),
+)
+
+
+def without_gone(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a recorded config without keys and values that are gone since."""
+    found = dict(values)
+    for section, key, gone in GONE:
+        if isinstance(held := found.get(section), dict) and held.get(key) in gone:
+            found[section] = {name: held[name] for name in held.keys() - {key}}
+    return found
+
+
 def with_objective(values: Any) -> Any:
     """Fill in the names of objective and task, and the defaults that an objective has for a run.
 
@@ -80,7 +97,8 @@ def objective_kind(values: Any) -> type[AnyObjective] | None:
 
 def objective_of(state: Mapping[str, Any]) -> AnyObjective:
     """Return the objective of the run that a checkpoint's state is of."""
-    found: AnyObjective = TypeAdapter(Objective).validate_python(state["config"]["objective"])
+    values = without_gone(state["config"])["objective"]
+    found: AnyObjective = TypeAdapter(Objective).validate_python(values)
     return found
 
 

@@ -18,10 +18,6 @@ Shapes: N positions, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from typing import Literal
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,28 +37,6 @@ def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float)
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
 
 
-def reverse_kl_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float) -> Tensor:
-    """Compute T^2 * KL(softmax(student / T) || softmax(teacher / T)) [N].
-
-    The student is punished where it is sure and the teacher is not, so it covers fewer tokens.
-    """
-    return kl_divergence(teacher_NV, student_NV, temperature=temperature)
-
-
-def js_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float) -> Tensor:
-    """Compute T^2 * (KL(p || m) + KL(q || m)) / 2 [N], where m = (p + q) / 2.
-
-    p and q are the softmax of the teacher's and the student's logits at temperature T. The value is
-    at most T^2 log 2.
-    """
-    log_p = F.log_softmax(wide(teacher_NV) / temperature, dim=-1)
-    log_q = F.log_softmax(wide(student_NV) / temperature, dim=-1)
-    # In logarithms, because p and q underflow where a model is sure.
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    both = log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)
-    return both.sum(-1) * (temperature**2 / 2)
-
-
 def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     """Compute -log softmax(logits)[label] [N], 0 where the label is -100.
 
@@ -79,23 +53,6 @@ def kl_term(weight: float, *, temperature: float, over: str = "tokens") -> Vocab
         return kl_divergence(student_NV, teacher_NV, temperature=temperature)
 
     return VocabularyTerm("kl", constant(weight), over, values, True, "kl", temperature)
-
-
-def divergence_term(
-    weight: float, *, kind: Literal["reverse", "js"], temperature: float, over: str
-) -> VocabularyTerm:
-    """Return a term in the place of the KL term; not fused."""
-    # Other names than "kl", so that curves of different formulas are never drawn as one.
-    name, formula = {
-        "reverse": ("reverse_kl", reverse_kl_divergence),
-        "js": ("js", js_divergence),
-    }[kind]
-
-    def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
-        assert teacher_NV is not None
-        return formula(student_NV, teacher_NV, temperature=temperature)
-
-    return VocabularyTerm(name, constant(weight), over, values, True)
 
 
 def mlm_term(weight: float) -> VocabularyTerm:

@@ -43,12 +43,12 @@ from pretrain.contracts.batch import IGNORE, PLACES, Batch, apart
 from pretrain.contracts.packing import document_numbers, find_documents
 from pretrain.device.gpu import check_kernels
 from pretrain.model import tokenizer_files
+from pretrain.model.config_file import read_config
 from pretrain.model.cut import Cuts, cut_into, rows_of, ways
 from pretrain.model.distillation import TYPES
 from pretrain.model.families import FAMILIES, encode, family_of
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
-from pretrain.model.model_files import read_config
 from pretrain.model.task_head import TaskHead, check_head, with_head
 from pretrain.model.teacher import check_tokenizer
 from pretrain.objectives.finetune import answers

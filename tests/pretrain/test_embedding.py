@@ -37,12 +37,13 @@ from data_prep.shards import Segments, load_manifest, open_shards
 from pretrain.config import RunConfig
 from pretrain.contracts.packing import find_documents
 from pretrain.export.export import export
+from pretrain.model.config_file import read_config
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import FAMILIES, encode, shape_of
 from pretrain.model.folder import load_model
 from pretrain.model.loading import assemble
 from pretrain.model.model_config import Student
-from pretrain.model.model_files import read_config, read_tensors
+from pretrain.model.model_files import read_tensors
 from pretrain.model.pooling import SentenceHead, pooled
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.student import build_student

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from support.runs import RECIPE, history, refused, start
 
 from pretrain.contracts.terms import Shape, VocabularyTerm
@@ -32,8 +31,6 @@ Settings = Callable[..., dict[str, Any]]
         (DistilBert(kl=0, cosine=0), ["mlm"], False),
         (DistilBert(kl=0, mlm=0, cosine=0, mse=2), ["mse"], True),
         (DistilBert(kl=0, cosine=0, hidden_mse=1), ["mlm", "hidden_mse"], True),
-        (DistilBert(divergence="reverse"), ["reverse_kl", "mlm", "cosine"], True),
-        (DistilBert(divergence="js", cosine=0), ["js", "mlm"], True),
         (MaskedLanguageModel(), ["mlm"], False),
         (MiniLM(relation_heads=8), ["queries", "keys", "values"], True),
         (Embedding(), ["cosine", "similarity"], True),
@@ -62,18 +59,11 @@ def test_the_sentence_of_the_card() -> None:
         "5 x KL(teacher || student) at temperature 2 over masked tokens + 2 x cross-entropy of the "
         "masked tokens + 0.5 x cosine distance of the last hidden states"
     )
-    alone = DistilBert(divergence="reverse", mlm=0, cosine=0)
-    assert alone.sentence == "5 x KL(student || teacher) at temperature 2 over all tokens"
-    alone = DistilBert(divergence="js", mlm=0, cosine=0)
-    assert alone.sentence == "5 x Jensen-Shannon divergence at temperature 2 over all tokens"
-    with pytest.raises(ValidationError, match="divergence js: kl is 0"):
-        DistilBert(divergence="js", kl=0)
     assert MaskedLanguageModel().sentence == "1 x cross-entropy of the masked tokens"
 
 
 def test_only_the_papers_own_values_are_called_published() -> None:
     assert "arXiv 1910.01108" in DistilBert().published
-    assert DistilBert(divergence="js").published == DistilBert(kl=4).published == ""
     assert DistilBert(kl=4).published == MaskedLanguageModel().published == ""
 
 

@@ -13,7 +13,6 @@ Shapes: B texts, L tokens, D width of a token, W of a vector, V vocabulary, C cl
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import warnings
@@ -40,6 +39,7 @@ from transformers import (
 
 from data_prep.messages import first_line
 from pretrain import RunError
+from pretrain.model.config_file import read_config
 from pretrain.model.cut import cut_zero_heads
 from pretrain.model.families import FAMILIES
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead
@@ -121,7 +121,7 @@ class Graph(nn.Module):
 
 def load_graph(folder: Path) -> Graph:
     """Return the model that plain transformers reads from an export, in fp32."""
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_config(str(folder), folder)
     names, modules = config.get("architectures") or [""], (folder / "modules.json").exists()
     found = [head for end, head in _HEADS.items() if str(names[0]).endswith(end)]
     load, outputs = found[0] if found and not modules else (AutoModel, [])

@@ -25,10 +25,11 @@ from data_prep.shards.reading import map_labels
 from pretrain import RunError
 from pretrain.contracts.batch import IGNORE, PLACES, Batch, Rows, apart
 from pretrain.contracts.terms import Encoded, SignalTerm, TeacherLabels, constant
+from pretrain.model.config_file import read_config
 from pretrain.model.distillation import TYPES
 from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
-from pretrain.model.model_files import read_config, read_tensors
+from pretrain.model.model_files import read_tensors
 from pretrain.model.task_head import (
     Output,
     TaskHead,
