@@ -24,8 +24,8 @@ from pretrain.load import Inputs, TrainState
 from pretrain.model.distillation import Distillation, parameters_by_name
 from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.teacher import Teacher
-from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress, SpikeDetector
+from pretrain.monitor.status import Heartbeat
 from pretrain.plan import num_steps
 from pretrain.tasks.task import Measure
 

@@ -36,10 +36,9 @@ from pretrain.evaluation.validation import evaluate
 from pretrain.kernels import products
 from pretrain.load import load_inputs
 from pretrain.monitor import trackers
-from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Clock, Progress, Silent
 from pretrain.monitor.progress import Pace, describe, report
-from pretrain.monitor.status import STATUS, read_status, verdict, write_status
+from pretrain.monitor.status import STATUS, Heartbeat, read_status, verdict, write_status
 from pretrain.run import Ended, Run, build, write_checkpoint
 from pretrain.run_folder import check_output
 from pretrain.step import micro_batches, train_step

@@ -101,8 +101,6 @@ CORE = (
                 "tasks/mlm/masking.py",
                 "tasks/mlm/words.py",
                 "model/__init__.py",
-                "model/bi_lstm_encoder.py",
-                "model/bi_lstm_heads.py",
                 "model/distillation.py",
                 "model/pooling.py",
             ),

@@ -1,11 +1,12 @@
 """Keep with a folder what it was made of, so that it is made again for anything else.
 
 The record is a JSON file of the folder: `inputs`, the hashes of the folder's `files`, and what its
-maker adds.
+maker adds. A folder is made beside its place under a name that a living process holds a lock of.
 """
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import shutil
@@ -18,7 +19,33 @@ from typing import Any
 from data_prep.disk.atomic import hash_file
 from data_prep.disk.json_files import parse_object, write_json
 from data_prep.disk.locks import Busy
-from data_prep.disk.temporary import held, remove_left
+
+
+@contextmanager
+def held(
+    folder: Path, *, wait: bool = False, make: bool = True, shared: bool = False
+) -> Iterator[None]:
+    """Lock a folder of this machine. A dead process holds none."""
+    if make:
+        folder.mkdir(exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(opened, kind | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(opened)
+
+
+def remove_left(folder: Path) -> bool:
+    """Remove a folder that no living process holds; return whether one does."""
+    try:
+        with held(folder, make=False):
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:  # also of a file system without such locks
+        return isinstance(error, BlockingIOError)
+    return False
+
 
 UNKNOWN = "unknown"  # an input that tells no version; nothing that was made of it is kept
 CARD = "README.md"  # what people change later, and no record holds

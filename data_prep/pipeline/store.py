@@ -26,7 +26,7 @@ from data_prep import CorpusError
 from data_prep.disk import hash_file, write_file
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.disk.locks import Identity, is_alive, parse_identity, this_process
-from data_prep.disk.temporary import held, remove_left
+from data_prep.disk.made import held, remove_left
 from data_prep.messages import one_line
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, run_unit
 from data_prep.pipeline.watchdog import noted_elsewhere

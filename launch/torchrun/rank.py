@@ -19,7 +19,7 @@ from data_prep.disk.credentials import masked
 from launch.console import tolerant
 from launch.torchrun import failures
 from pretrain.contracts.process import HEARTBEATS, LOGS, STORE, ExitCode
-from pretrain.monitor.heartbeat import Heartbeat
+from pretrain.monitor.status import Heartbeat
 
 STACK = signal.SIGUSR2  # a rank that receives it writes its stack to its log
 SHOWN = "shown"  # in the heartbeats' folder: the rank whose output the supervisor shows

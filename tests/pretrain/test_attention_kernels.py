@@ -24,7 +24,8 @@ from torch import Tensor
 from pretrain.contracts.packing import Packing, find_documents
 from pretrain.kernels.attention import attend as attend_packed
 from pretrain.kernels.attention import cpu
-from pretrain.kernels.attention.dispatch import by_document, flash, masked, memory_efficient, usable
+from pretrain.kernels.attention.cpu import by_document
+from pretrain.kernels.attention.dispatch import flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
 from pretrain.tasks.mlm.examples import masked_batch
 

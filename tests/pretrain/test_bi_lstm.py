@@ -26,10 +26,9 @@ from pretrain.contracts.packing import find_documents
 from pretrain.data.order import Order
 from pretrain.export.export import export
 from pretrain.export.onnx.graph import Graph, write_graph
-from pretrain.model.bi_lstm_encoder import BiLstmConfig
 from pretrain.model.cut import cut_zero_heads
 from pretrain.model.families import FAMILIES, encode
-from pretrain.model.families.bi_lstm import BiLstmForSequenceClassification
+from pretrain.model.families.bi_lstm import BiLstmConfig, BiLstmForSequenceClassification
 from pretrain.model.model_config import Student
 from pretrain.model.session import Session
 from pretrain.model.task_head import TaskHead

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import pretrain.model.folder as folder_module
-from data_prep.disk.temporary import held
+from data_prep.disk.made import held
 from pretrain import RunError, checkpoint
 from pretrain.evaluation.heads import evaluate_heads
 from pretrain.export.asked import check_repository, hub_token

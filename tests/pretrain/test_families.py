@@ -26,7 +26,8 @@ from data_prep.shards import Manifest
 from pretrain.contracts.packing import Packing, find_documents
 from pretrain.contracts.terms import Signal
 from pretrain.export.export import export
-from pretrain.kernels.attention.dispatch import by_document, masked, usable
+from pretrain.kernels.attention.cpu import by_document
+from pretrain.kernels.attention.dispatch import masked, usable
 from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of, shape_of
 from pretrain.model.folder import load_model
 from pretrain.model.model_config import Student

@@ -12,15 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pretrain.monitor.heartbeat import Heartbeat, path
-from pretrain.monitor.status import read_status, write_status
+from pretrain.monitor.status import Heartbeat, path, read_status, write_status
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds
 
 BEATING = """
 import os, sys, time
-from pretrain.monitor.heartbeat import Heartbeat
+from pretrain.monitor.status import Heartbeat
 heartbeat = Heartbeat.from_environment(3)
 assert Heartbeat.from_environment(3) is heartbeat
 heartbeat.at(7, "forward")

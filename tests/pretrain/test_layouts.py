@@ -16,7 +16,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.data.order import Order
 from pretrain.data.rows import StepDataset
-from pretrain.monitor.heartbeat import Heartbeat
+from pretrain.monitor.status import Heartbeat
 from pretrain.tasks.mlm.examples import MaskedRows, masking_over
 from pretrain.train import train
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.kernels.attention.dispatch import by_document
+from pretrain.kernels.attention.cpu import by_document
 
 BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length
 

@@ -23,7 +23,7 @@ import pretrain.distributed.processes
 import pretrain.train
 from pretrain.config import RunConfig
 from pretrain.distributed.processes import patiently, start_ranks
-from pretrain.monitor.heartbeat import Heartbeat
+from pretrain.monitor.status import Heartbeat
 from pretrain.tasks.mlm.examples import MaskedRows
 from pretrain.train import train
 

@@ -17,8 +17,7 @@ from torch import distributed
 
 from launch.torchrun.failures import record
 from pretrain.distributed.processes import meeting_point
-from pretrain.monitor.heartbeat import Heartbeat
-from pretrain.monitor.status import write_status
+from pretrain.monitor.status import Heartbeat, write_status
 
 OUTPUT = Path(os.environ["WORKER_OUTPUT"])
 
