@@ -73,9 +73,11 @@ def difference(file: Path, inputs: Mapping[str, Any]) -> str | None:
         return f"there is no {file} of this version"
     if UNKNOWN in inputs.values():
         return "an input tells no version"
-    before = known["inputs"]
-    if odd := [k for k in sorted(before.keys() | inputs) if before.get(k) != inputs.get(k)]:
-        return f"{odd[0]} was {before.get(odd[0])} and is now {inputs.get(odd[0])}"[:200]
+    for key in sorted({*known["inputs"], *inputs}):
+        # A key that another version lacks is the same as an empty one.
+        was, now = (values.get(key) or None for values in (known["inputs"], inputs))
+        if was != now:
+            return f"{key} was {was} and is now {now}"[:200]
     try:
         files = known.get("files", {})
         hashes = {name: e if isinstance(e, str) else e["sha256"] for name, e in files.items()}

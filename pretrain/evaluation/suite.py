@@ -205,7 +205,7 @@ def timed(run: str, split: Split, say: Callable[[str], None]) -> dict[str, float
     assert config is not None  # `score_runs` has read it
     shards = open_shards(config.shards, split)
     rows = LabelledRows(shards)
-    model, head = load_for_task(run, shards, rows)
+    model, head = load_for_task(run, rows)
     size = sum(p.numel() for part in (model.base_model, head) for p in part.parameters())
     begun = time.perf_counter()
     predict(model, head, rows, torch.device("cpu"), together=1)

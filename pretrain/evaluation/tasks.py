@@ -120,20 +120,27 @@ def evaluate_tasks(
 
 def measure(name: str, shards: ShardSet, *, same_vocabulary: bool = False) -> Measured:
     """Return what a model predicts on a split; see `evaluate_tasks`."""
-    rows, manifest = LabelledRows(shards), shards.manifest
+    rows = LabelledRows(shards)
     if rows.kind == "similarity":
         guesses = cosines(load_encoder(name), texts_of(shards))
         return _of_scores(rows.columns["score"], guesses)
     if not rows.labelled:
         raise RunError(f"{shards.folder}: the {shards.split} split has no labels to compare with")
+    return measured_by(rows, logits_of(name, rows, same_vocabulary=same_vocabulary))
+
+
+def logits_of(
+    name: str, rows: LabelledRows, *, same_vocabulary: bool = False
+) -> NDArray[np.float32]:
+    """Return the logits of a model, or of an ONNX file, for all rows; see `predict`."""
     if (file := onnx_file(Path(name))) is not None:
-        check_file_fits(name, model_folder(file), manifest)
-        return measured_by(rows, logits_of_file(Session(file), rows))
-    model, head = load_for_task(name, shards, rows, same_vocabulary=same_vocabulary)
+        check_file_fits(name, model_folder(file), rows.shards.manifest)
+        return logits_of_file(Session(file), rows)
+    model, head = load_for_task(name, rows, same_vocabulary=same_vocabulary)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_kernels(device)
     torch.nn.Module.to(model, device)
-    return measured_by(rows, predict(model, head.to(device), rows, device))
+    return predict(model, head.to(device), rows, device)
 
 
 def measured_by(
@@ -178,7 +185,7 @@ def logits_of_file(
         raise RunError(f"{session.file}: has no output {missing[0]}, which the task needs")
     ids_RL, second_R = shards.rows(places).astype(np.int64), rows.columns["second"][places]
 
-    def logits_of(some: NDArray[np.int64]) -> NDArray[np.float32]:
+    def of_rows(some: NDArray[np.int64]) -> NDArray[np.float32]:
         mask = (ids_RL[some] != pad).astype(np.int64)
         length = mask.sum(1).max()
         ids, mask = ids_RL[some, :length], mask[:, :length]
@@ -186,7 +193,7 @@ def logits_of_file(
         logits = [session(name, ids, mask, types) for name in outputs]
         return logits[0] if len(outputs) == 1 else np.stack(logits, axis=-1)
 
-    return by_length(ids_RL, pad, logits_of)
+    return by_length(ids_RL, pad, of_rows)
 
 
 def figures(measured: Measured, metric: str) -> dict[str, Figure]:
@@ -223,9 +230,10 @@ def metric_of(manifest: Manifest) -> str:
 
 
 def load_for_task(
-    name: str, shards: ShardSet, rows: LabelledRows, *, same_vocabulary: bool = False
+    name: str, rows: LabelledRows, *, same_vocabulary: bool = False
 ) -> tuple[MaskedLM, TaskHead]:
     """Return a model and its head for a task in fp32; RunError if it does not fit the shards."""
+    shards = rows.shards
 
     def read(loaded: Loaded) -> tuple[MaskedLM, TaskHead]:
         manifest = shards.manifest

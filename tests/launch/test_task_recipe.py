@@ -146,7 +146,7 @@ def test_glues_recipe_scores_models_on_tasks_and_seeds(tmp_path: Path, distil: A
     figures = evaluate_tasks([str(run)], tmp_path / "sst2")[str(run)]
     assert figures["score"].value == pytest.approx(kept["seeds"]["student kd"]["sst2"]["1"])
     code, out, err = distil("recipe", path)
-    assert code == 0 and "scores.json: up to date" in out
+    assert code == 0 and "scores: up to date" in out
     code, out, err = distil("evaluate", run, tmp_path / "sst2", "--json")
     found = {entry["model"]: entry["figures"] for entry in map(json.loads, out.splitlines())}
     assert code == 0 and [*found] == ["teacher-sst2", run.name]  # the run's own teacher
