@@ -18,7 +18,7 @@ from data_prep.messages import one_line
 from launch.recipe_config import Recipe, filled
 from launch.stage_keys import SweepKeys
 from pretrain.config import RunConfig
-from pretrain.objectives.known import with_objective
+from pretrain.objectives.known import GONE, with_objective
 
 _SHOWN, _LONGEST = 60, 300  # characters of what was given, and of a sentence
 # What a section most often means where a single value was given for it.
@@ -191,6 +191,8 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], location: Sequence[
     key, name = one_line(".".join(map(str, location)), _SHOWN), str(name)
     node, section = _node(model, values, parent)
     siblings = list(_properties(model, node, section))
+    if tuple(location[-2:]) in {(section, gone) for section, gone, _ in GONE}:
+        return f"key {key} is gone in this version: remove it"
     if ":" in name:
         return f"unknown key {key}: YAML needs a space after the colon"
     union = _resolved(model, node).get("discriminator", {})

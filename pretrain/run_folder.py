@@ -21,6 +21,7 @@ from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import SHAPE_NOTHING, RunConfig
 from pretrain.model.hub import look_up
+from pretrain.objectives.known import GONE
 
 MEASURED = "evaluation.json"  # what `distil evaluate` keeps of a run's newest checkpoint
 RESULT = "result.json"  # what a run of a sweep keeps in place of its checkpoints
@@ -331,8 +332,9 @@ def recipe_changes(
     if "teacher" in inits and list(layers) in inits:
         for values in (before, now):
             values |= {"student.init": list(layers), "student.num_layers": len(layers)}
+    gone = {f"{section}.{key}" for section, key, _ in GONE} - now.keys()
     return [
-        f"{key} was {before.get(key)} and is now {now.get(key)}"
+        f"{key} was {before.get(key)} and is now {'gone' if key in gone else now.get(key)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and key not in may_change
     ]

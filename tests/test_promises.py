@@ -94,6 +94,16 @@ def test_a_mask_that_is_gone_is_read_but_neither_continued_nor_replayed(folder: 
         check_output(load_config(RunConfig, Path("distilbert.yaml")))
     with pytest.raises(RunError, match="replay it with the version that did"):
         replay(run, 1)
+    edit_state(
+        step_folder(run, 4),
+        lambda state: [
+            state[key]["objective"].update(divergence="js")
+            for key in state
+            if key in ("config", "shaping")
+        ],
+    )
+    with pytest.raises(RunError, match=r"objective\.divergence was js and is now gone"):
+        check_output(load_config(RunConfig, Path("distilbert.yaml")))
 
 
 @pytest.mark.slow

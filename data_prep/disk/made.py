@@ -10,6 +10,7 @@ import fcntl
 import glob
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -48,6 +49,7 @@ def remove_left(folder: Path) -> bool:
 
 
 UNKNOWN = "unknown"  # an input that tells no version; nothing that was made of it is kept
+_NEW = 10  # seconds
 CARD = "README.md"  # what people change later, and no record holds
 
 
@@ -57,7 +59,8 @@ def read_record(file: Path) -> dict[str, Any]:
         found = parse_object(file.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found.get("inputs"), dict) else {}
+    whole = all(isinstance(found.get(key, {}), dict) for key in ("inputs", "files"))
+    return found if whole and "inputs" in found else {}
 
 
 def difference(file: Path, inputs: Mapping[str, Any]) -> str | None:
@@ -74,9 +77,8 @@ def difference(file: Path, inputs: Mapping[str, Any]) -> str | None:
     if UNKNOWN in inputs.values():
         return "an input tells no version"
     for key in sorted({*known["inputs"], *inputs}):
-        # A key that another version lacks is the same as an empty one.
-        was, now = (values.get(key) or None for values in (known["inputs"], inputs))
-        if was != now:
+        was, now = (values.get(key) for values in (known["inputs"], inputs))
+        if (was or None) != (now or None):  # a key that a version lacks is the same as an empty one
             return f"{key} was {was} and is now {now}"[:200]
     try:
         files = known.get("files", {})
@@ -91,10 +93,16 @@ def difference(file: Path, inputs: Mapping[str, Any]) -> str | None:
 
 def files_of(file: Path) -> dict[str, str]:
     """Return the hash of each file beside a record, by its path, but of the card."""
-    folder = file.parent
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    hashes = {str(path.relative_to(folder)): hash_file(path)[0] for path in found if path != file}
-    return {name: sha256 for name, sha256 in hashes.items() if name != CARD}
+    names = {name for name in _names(file.parent) if name not in (file.name, CARD)}
+    paths = {name: file.parent / name for name in sorted(names)}
+    return {name: hash_file(p)[0] if p.is_file() else "no file" for name, p in paths.items()}
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the paths of all that a folder holds but folders with something in them."""
+    found = sorted(folder.rglob("*"))
+    held = {path.parent for path in found}
+    return [str(path.relative_to(folder)) for path in found if path not in held]
 
 
 def seal(file: Path, inputs: Mapping[str, Any], **more: Any) -> None:
@@ -104,11 +112,9 @@ def seal(file: Path, inputs: Mapping[str, Any], **more: Any) -> None:
 
 def foreign(file: Path, others: Collection[str] = ()) -> str | None:
     """Return the first file of a folder that its record does not name, nor `others`; or None."""
-    folder, known = file.parent, read_record(file)
+    known = read_record(file)
     own = {file.name, *known.get("files", ()), *others} if known else set()
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = (str(path.relative_to(folder)) for path in found)
-    return next((name for name in names if name not in own), None)
+    return next((name for name in _names(file.parent) if name not in own), None)
 
 
 @contextmanager
@@ -133,19 +139,25 @@ def beside(target: Path, *, who: str = "") -> Iterator[Path]:
             stack.enter_context(held(new, make=False))
         new.rename(own)  # with its lock: what has such a name and none is of a dead process
         stack.callback(shutil.rmtree, own, ignore_errors=True)
-        for other in target.parent.glob(f".tmp-{glob.escape(target.name)}-{'[0-9a-f]' * 8}"):
+        left = f".tmp-{glob.escape(target.name)}-{'[0-9a-f]' * 8}"
+        for other in target.parent.glob(left):
             if other != own and remove_left(other) and who:
                 raise Busy(f"{target}: another process of {who} makes it: wait for its end")
+        for other in target.parent.glob(f"{left}.new"):
+            with suppress(OSError):  # another process has renamed it
+                if time.time() - other.stat().st_mtime > _NEW:
+                    other.rmdir()
         yield own
 
 
 @contextmanager
 def aside(target: Path, *, who: str) -> Iterator[Path]:
     """Yield a new folder that takes the place of `target` if the block ends without an error."""
+    target = Path(os.path.realpath(target))
     with beside(target, who=who) as place:
-        folder = place / target.name
+        folder = place / "new"
         folder.mkdir()
         yield folder
-        if target.exists():
-            shutil.rmtree(target)
-        folder.rename(os.path.realpath(target))
+        if target.exists():  # whole or absent, whenever a kill comes
+            target.rename(place / "old")
+        folder.rename(target)

@@ -51,7 +51,7 @@ class Evaluate(Compared):
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check that data and models are there or will be, and where the figures go."""
-        self.check_output()
+        self.check_output(below=True)
         there = [name for name in self.config.models if made_by(name) not in made]
         if self.config.teacher is None:
             teacher_of_runs([name for name in there if Path(name).is_dir()])

@@ -137,8 +137,11 @@ class Compared(Stage):
         show(f"{output}: done")
         return ExitCode.DONE
 
-    def check_output(self) -> None:
+    def check_output(self, *, below: bool = False) -> None:
         """Refuse an output that holds something else, or that is read.
+
+        Args:
+            below: it may lie in the working directory, also where that is read.
 
         Raises:
             RunError: names the file, or the key.
@@ -149,7 +152,8 @@ class Compared(Stage):
             raise not_ours(output, name, self.name)
         for key, read in self.reads().items():
             there, target = real(read), real(output)
-            if target.is_relative_to(there) or there.is_relative_to(target):
+            allowed = below and there == real(".") != target
+            if not allowed and (target.is_relative_to(there) or there.is_relative_to(target)):
                 raise RunError(
                     f"output {output} is {key}, or one lies in the other; set another `output:`"
                 )

@@ -118,28 +118,33 @@ def _of_head(source: Path, shards: Path) -> Gate:
     """
     split = open_shards(shards, "validation")
     # Rows are taken evenly: packing puts the longest documents first.
-    documents = split.manifest.splits["validation"].segments / max(1, len(split))
-    num = min(len(split), math.ceil(ROWS / max(1.0, documents)))
-    numbers = np.arange(num) * len(split) // max(1, num)
-    blocks = [block for block in masked_blocks(split, numbers) if len(block.labels_N)]
+    of_row = split.manifest.splits["validation"].segments / max(1, len(split))
+    num = min(len(split), math.ceil(ROWS / max(1.0, of_row)))
+    rows = np.arange(num) * len(split) // max(1, num)
+    blocks = [block for block in masked_blocks(split, rows) if len(block.labels_N)]
     if not blocks:
         raise RunError(f"--data {shards}: its validation rows have no token to mask")
-    rows, labels = (np.concatenate([block[i] for block in blocks]) for i in (1, 3))
+    labels = np.concatenate([block.labels_N for block in blocks])
+    # The document of each masked token, by the place where it begins.
+    begins = (np.searchsorted(b.batch.cu_seqlens.numpy(), b.places_N, "right") for b in blocks)
+    numbers = [i * 2**32 + begin for i, begin in enumerate(begins)]
+    _, documents = np.unique(np.concatenate(numbers), return_inverse=True)
+    counts = np.bincount(documents)
 
     def guesses(file: Path) -> NDArray[np.int64]:
         head = Head(split.manifest, file=file)
         return np.concatenate([head(block)[0].argmax(-1).numpy() for block in blocks])
 
-    name, fp32, counts = "masked accuracy", guesses(source), np.bincount(rows, minlength=num)
+    name, fp32 = "masked accuracy", guesses(source)
     if (fp32 == labels).mean() <= np.bincount(labels).max() / len(labels):  # nothing could fall
         name, labels = "agreement with fp32", fp32
 
     def answers(file: Path) -> Answers:
         said = fp32 if file == source else guesses(file)
-        right = np.bincount(rows, said == labels, num)
-        return Answers(said, num, lambda s: float(right[s].sum() / max(1, counts[s].sum())))
+        right = np.bincount(documents, said == labels)
+        return Answers(said, len(counts), lambda s: float(right[s].sum() / counts[s].sum()))
 
-    return Gate(name, f"{num:,} rows", answers(source), answers)
+    return Gate(name, f"{len(counts):,} documents", answers(source), answers)
 
 
 def _of_vectors(source: Path, data: Path) -> Gate:

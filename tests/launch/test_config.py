@@ -85,6 +85,7 @@ def test_an_objective_without_a_name_is_the_default_one(tmp_path: Path) -> None:
             {"train": {"precison": "fp16"}},
             "unknown key train.precison; did you mean train.precision?",
         ),
+        ({"train": {"compile": False}}, "key train.compile is gone in this version: remove it"),
         ({"learning_rate": 1}, "unknown key learning_rate; did you mean optimizer.learning_rate?"),
         ({"train": {"max_steps": "many"}}, "train.max_steps: .*valid integer.*given: 'many'"),
         ({"train": {"precision": "fp8"}}, "train.precision: .*'fp32', 'bf16' or 'fp16'.*'fp8'"),
