@@ -51,26 +51,28 @@ def test_a_killed_stage_ends_in_the_same_bytes(
     for name in ("whole", "killed"):
         shutil.copytree(promises.HERE, tmp_path / name)
     monkeypatch.chdir(tmp_path / "whole")
-    begun = time.monotonic()
-    code, out, err = in_a_process("recipe", write(stage))
-    seconds = time.monotonic() - begun
-    assert code == 0, out + err
-    expected = digests()
-    around = {path.name for path in Path().iterdir()}
+    for _ in range(2):  # the first start is slower
+        shutil.rmtree("made", ignore_errors=True)
+        begun = time.monotonic()
+        code, out, err = in_a_process("recipe", write(stage))
+        seconds = time.monotonic() - begun
+        assert code == 0, out + err
+    expected, around = digests(), {path.name for path in Path().iterdir()}
 
     monkeypatch.chdir(tmp_path / "killed")
-    draw, ended = random.Random(stage), 0
-    for _ in range(KILLS):
+    draw, hits = random.Random(stage), 0
+    while hits < KILLS:
         process = warm.Process("-m", "launch", "recipe", write(stage), stdout=-3, stderr=-3)
-        time.sleep(draw.uniform(0.1, seconds))
-        ended += process.poll() is not None
+        time.sleep(draw.uniform(0.1, 0.9) * seconds)
+        ended = process.poll() is not None
         process.kill()
         process.wait()
+        hits += not ended
         if Path("made").exists() and stage != "examples":  # complete or absent
             assert digests() == expected
-        if ended and draw.random() < 0.5:
-            shutil.rmtree("made", ignore_errors=True)
-    assert ended < KILLS
+        if ended:
+            shutil.rmtree("made")
+            seconds *= 0.9
     code, out, err = in_a_process("recipe", "one.yaml")
     assert code == 0, out + err
     assert digests() == expected
