@@ -64,11 +64,7 @@ WALKS = {
     ),
     "export to int8": (
         *("launch/commands/export.py", "pretrain/export/asked.py", "pretrain/export/export.py"),
-        *(
-            "pretrain/export/onnx/write.py",
-            "pretrain/export/onnx/graph.py",
-            "pretrain/shrink/int8.py",
-        ),
+        *("pretrain/export/onnx/write.py", "pretrain/export/onnx/graph.py"),
         "pretrain/shrink/int8.py",
     ),
 }
