@@ -321,8 +321,6 @@ def recipe_changes(
 ) -> list[str]:
     """Return in which keys a checkpoint's recipe differs from the config's, one text for each."""
     before, now = flatten(state["shaping"]), flatten(config.shaping())
-    if before.get("objective.divergence") == "forward":  # a key that is gone, as all runs are now
-        del before["objective.divergence"]
     # Keys that its version did not have are at their defaults; others that it had may be gone.
     with suppress(ValidationError):
         known = {key: state["config"][key] for key in state["config"].keys() - {*SHAPE_NOTHING}}
@@ -332,7 +330,10 @@ def recipe_changes(
     if "teacher" in inits and list(layers) in inits:
         for values in (before, now):
             values |= {"student.init": list(layers), "student.num_layers": len(layers)}
-    gone = {f"{section}.{key}" for section, key, _ in GONE} - now.keys()
+    # A key that is gone counts where its value was not what all runs have now.
+    gone = {f"{section}.{key}": values[0] for section, key, values in GONE}
+    gone = {key: value for key, value in gone.items() if key not in now}
+    before = {k: value for k, value in before.items() if k not in gone or value != gone[k]}
     return [
         f"{key} was {before.get(key)} and is now {'gone' if key in gone else now.get(key)}"
         for key in sorted(before.keys() | now.keys())

@@ -21,6 +21,10 @@ from data_prep.disk.atomic import hash_file
 from data_prep.disk.json_files import parse_object, write_json
 from data_prep.disk.locks import Busy
 
+UNKNOWN = "unknown"  # an input that tells no version; nothing that was made of it is kept
+_NEW = 10  # seconds in which a process locks a folder that it has made
+CARD = "README.md"  # what people change later, and no record holds
+
 
 @contextmanager
 def held(
@@ -46,11 +50,6 @@ def remove_left(folder: Path) -> bool:
     except OSError as error:  # also of a file system without such locks
         return isinstance(error, BlockingIOError)
     return False
-
-
-UNKNOWN = "unknown"  # an input that tells no version; nothing that was made of it is kept
-_NEW = 10  # seconds
-CARD = "README.md"  # what people change later, and no record holds
 
 
 def read_record(file: Path) -> dict[str, Any]:
@@ -101,8 +100,8 @@ def files_of(file: Path) -> dict[str, str]:
 def _names(folder: Path) -> list[str]:
     """Return the paths of all that a folder holds but folders with something in them."""
     found = sorted(folder.rglob("*"))
-    held = {path.parent for path in found}
-    return [str(path.relative_to(folder)) for path in found if path not in held]
+    filled = {path.parent for path in found}
+    return [str(path.relative_to(folder)) for path in found if path not in filled]
 
 
 def seal(file: Path, inputs: Mapping[str, Any], **more: Any) -> None:

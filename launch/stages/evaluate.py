@@ -92,7 +92,6 @@ class Evaluate(Compared):
             "rows": config.rows or 0,
             "split": config.split,
             "same_vocabulary": config.same_vocabulary,
-            "code": self.code,
         }
 
 
@@ -345,5 +344,4 @@ class Scores(Compared):
             "split": config.split,
             "timed": config.timed,
             "published": config.published,
-            "code": self.code,
         }

@@ -89,7 +89,6 @@ class Written(Compared):
             "shards": load_manifest(self.config.shards).digest,
             "model": [self.config.model, known] if known else UNKNOWN,
             "settings": self._settings(),
-            "code": self.code,
         }
 
 

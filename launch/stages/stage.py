@@ -120,14 +120,17 @@ class Compared(Stage):
     def state(self) -> State:
         """Return whether the folder of these very inputs is there."""
         try:
-            other = difference(self.config.output / self.record, self.inputs())
+            other = difference(self.config.output / self.record, self._made_of())
         except (OSError, RunError, CorpusError):
             return "new"  # an input is made by an earlier stage
         return "new" if other else "done"
 
+    def _made_of(self) -> dict[str, Any]:
+        return {**self.inputs(), "code": self.code}
+
     def run(self, how: How) -> int:
         """Make the folder beside its place, with its record, and move it there."""
-        output, inputs = self.config.output, self.inputs()
+        output, inputs = self.config.output, self._made_of()
         if difference(output / self.record, inputs) is None:
             show(f"{output}: up to date")
             return ExitCode.DONE

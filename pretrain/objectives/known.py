@@ -43,10 +43,11 @@ else:
     Objective = Annotated[Union[OBJECTIVES], Field(discriminator="name")]  # noqa: UP007
 
 
-# Keys, each with the values, that runs of earlier versions have recorded.
+# Keys that runs of earlier versions have recorded, each with the values that are gone: first the
+# one that all runs have now, or None.
 GONE = (
     ("train", "compile", (False, True)),
-    ("masking", "mode", ("span",)),
+    ("masking", "mode", (None, "span")),
     ("objective", "divergence", ("forward", "reverse", "js")),
 )
 

@@ -170,15 +170,16 @@ def _of_vectors(source: Path, data: Path) -> Gate:
             return (units[:size] * units[size:]).sum(1)
         return (units @ units.T)[np.triu_indices(len(units), 1)]
 
-    def answers(file: Path) -> Answers:
-        said = vectors_of(Session(file), ids, encoder.pad)
-        found = cosines(said)
-        every = slice(None)
-        return Answers(
-            said, size, lambda s: pearson(found[s if size else every], known[s if size else every])
-        )
+    fp32 = vectors_of(encoder.session, ids, encoder.pad)
+    known = scores[places] if size else cosines(fp32)
 
-    known = scores[places] if size else cosines(vectors_of(encoder.session, ids, encoder.pad))
+    def answers(file: Path) -> Answers:
+        said = fp32 if file == source else vectors_of(Session(file), ids, encoder.pad)
+        found = cosines(said)
+        if not size:
+            return Answers(said, 0, lambda _: pearson(found, known))
+        return Answers(said, size, lambda s: pearson(found[s], known[s]))
+
     return Gate(name, count, answers(source), answers)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256, indented_json
-from data_prep.disk.made import difference
+from data_prep.disk.made import difference, read_record
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.evaluation.encoders import example_texts, read_pairs, validation_texts
@@ -84,7 +84,7 @@ def write_onnx(
                 f"{before}: already there with other ONNX files ({why}); export to another folder, "
                 "or remove it first"
             )
-        record = json.loads((before / "onnx" / RECORD).read_bytes())
+        record = read_record(before / "onnx" / RECORD)
     if record is not None:
         assert before is not None
         shutil.copytree(before / "onnx", folder / "onnx")
