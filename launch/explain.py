@@ -191,7 +191,7 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], location: Sequence[
     key, name = one_line(".".join(map(str, location)), _SHOWN), str(name)
     node, section = _node(model, values, parent)
     siblings = list(_properties(model, node, section))
-    if tuple(location[-2:]) in {(section, gone) for section, gone, _ in GONE}:
+    if ".".join(map(str, location[-2:])) in GONE:
         return f"key {key} is gone in this version: remove it"
     if ":" in name:
         return f"unknown key {key}: YAML needs a space after the colon"

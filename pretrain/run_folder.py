@@ -331,8 +331,7 @@ def recipe_changes(
         for values in (before, now):
             values |= {"student.init": list(layers), "student.num_layers": len(layers)}
     # A key that is gone counts where its value was not what all runs have now.
-    gone = {f"{section}.{key}": values[0] for section, key, values in GONE}
-    gone = {key: value for key, value in gone.items() if key not in now}
+    gone = {key: values[0] for key, values in GONE.items() if key not in now}
     before = {k: value for k, value in before.items() if k not in gone or value != gone[k]}
     return [
         f"{key} was {before.get(key)} and is now {'gone' if key in gone else now.get(key)}"

@@ -92,9 +92,8 @@ def difference(file: Path, inputs: Mapping[str, Any]) -> str | None:
 
 def files_of(file: Path) -> dict[str, str]:
     """Return the hash of each file beside a record, by its path, but of the card."""
-    names = {name for name in _names(file.parent) if name not in (file.name, CARD)}
-    paths = {name: file.parent / name for name in sorted(names)}
-    return {name: hash_file(p)[0] if p.is_file() else "no file" for name, p in paths.items()}
+    names = [name for name in _names(file.parent) if name not in (file.name, CARD)]
+    return {n: hash_file(p)[0] if (p := file.parent / n).is_file() else "no file" for n in names}
 
 
 def _names(folder: Path) -> list[str]:

@@ -84,10 +84,9 @@ class Evaluate(Compared):
         config, data = self.config, self.config.data
         teacher = config.teacher or teacher_of_runs(config.models)[0]
         models = [digest(name) for name in config.models]
-        unknown = None in models
         return {
             "data": hash_file(data)[0] if data.is_file() else load_manifest(data).digest,
-            "models": UNKNOWN if unknown else dict(zip(config.models, models, strict=True)),
+            "models": UNKNOWN if None in models else dict(zip(config.models, models, strict=True)),
             "teacher": "" if teacher is None else digest(teacher) or UNKNOWN,
             "rows": config.rows or 0,
             "split": config.split,

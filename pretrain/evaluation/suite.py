@@ -203,8 +203,7 @@ def timed(run: str, split: Split, say: Callable[[str], None]) -> dict[str, float
     """
     config = recorded(Path(run))
     assert config is not None  # `score_runs` has read it
-    shards = open_shards(config.shards, split)
-    rows = LabelledRows(shards)
+    rows = LabelledRows(open_shards(config.shards, split))
     model, head = load_for_task(run, rows)
     size = sum(p.numel() for part in (model.base_model, head) for p in part.parameters())
     begun = time.perf_counter()

@@ -1,19 +1,11 @@
 """Measure models on the examples of a task, with intervals of a bootstrap over the examples.
 
-Answers are chosen and compared with people's as SQuAD's script does. Entities are counted as by the
-script of CoNLL 2003: a tag is O, or a prefix and a type: B-PER begins a person and I-PER continues
-it; of IOBES also S (a single word) and E (an end), of BILOU U and L. An I after another type, or
-after O, begins an entity, too. A tag without a prefix, such as NOUN, is an entity of one word.
-
 Shapes: R rows or pairs, L row length, C classes.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import string
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +33,7 @@ from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.labelled.examples import OUTPUTS, LabelledRows, check_labels, task_head_of
 from pretrain.tasks.labelled.prediction import by_length, predict
-from pretrain.tasks.task_metrics import of_classes, of_scores
+from pretrain.tasks.task_metrics import best_span, counts, exact_match, f1, of_classes, of_scores
 
 MEANINGS = {
     "score": "the figure of the task: its `metric`",
@@ -333,85 +325,10 @@ def _of_answers(rows: LabelledRows, logits: Any) -> Measured:
     return Measured(len(table), statistics)
 
 
-LONGEST = 30  # tokens of an answer
-_BEST = 20  # so many starts and ends are paired
-
-
-def best_span(start: Any, end: Any, inside: Any) -> tuple[float, int, int]:
-    """Return (score, first, last) of the best answer of a row.
-
-    Args:
-        start, end: logits [L].
-        inside: which tokens are of the text that is searched [L].
-    """
-    hidden_start, hidden_end = (np.where(inside, z, -np.inf) for z in (start, end))
-    starts, ends = (np.argsort(-z, kind="stable")[:_BEST] for z in (hidden_start, hidden_end))
-    scores = hidden_start[starts][:, None] + hidden_end[ends][None, :]
-    length = ends[None, :] - starts[:, None]
-    scores = np.where((length >= 0) & (length < LONGEST), scores, -np.inf)
-    i, j = np.unravel_index(int(scores.argmax()), scores.shape)
-    return float(scores[i, j]), int(starts[i]), int(ends[j])
-
-
-def normal(text: str) -> str:
-    """Return an answer as the script compares it: without case, marks, articles and spaces."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-def exact_match(guess: str, answers: Sequence[str]) -> float:
-    """Return 1 if a guess is one of the answers, else 0; "" where there is none."""
-    return float(normal(guess) in {normal(answer) for answer in answers or [""]})
-
-
-def f1(guess: str, answers: Sequence[str]) -> float:
-    """Return the highest F1 of a guess's words with those of an answer."""
-    return max(_f1(normal(guess).split(), normal(answer).split()) for answer in answers or [""])
-
-
-def _f1(ours: list[str], theirs: list[str]) -> float:
-    if not ours or not theirs:
-        return float(ours == theirs)
-    common = sum((Counter(ours) & Counter(theirs)).values())
-    return 2 * common / (len(ours) + len(theirs))
-
-
 def cosines(
     encoder: Callable[[list[str]], Any], pairs: Sequence[Mapping[str, str]]
 ) -> NDArray[np.float64]:
     """Return the cosine of "text" and "pair" of each entry [R]."""
     texts = [entry[key] for key in ("text", "pair") for entry in pairs]
     both = unit(encoder(texts))
-    found: NDArray[np.float64] = (both[: len(pairs)] * both[len(pairs) :]).sum(1)
-    return found
-
-
-class Entity(NamedTuple):
-    """Hold the type and the words of an entity: from `begin` to `end`, exclusive."""
-
-    kind: str
-    begin: int
-    end: int
-
-
-def entities(tags: Sequence[str]) -> list[Entity]:
-    """Return the entities of a sentence's tags."""
-    found: list[Entity] = []
-    begin, kind, before = 0, "", "O"
-    for place, tag in enumerate([*tags, "O"]):
-        prefix, _, name = tag.partition("-") if "-" in tag else ("S", "", tag)
-        prefix = "O" if tag == "O" else {"U": "S", "L": "E"}.get(prefix, prefix)
-        # Does an entity end before this word?
-        if kind and (prefix in "OBS" or before in "ES" or name != kind):
-            found.append(Entity(kind, begin, place))
-            kind = ""
-        if prefix != "O" and not kind:
-            begin, kind = place, name
-        before = prefix
-    return found
-
-
-def counts(given: Sequence[str], guessed: Sequence[str]) -> tuple[int, int, int]:
-    """Return the numbers of right, guessed and given entities of a sentence."""
-    theirs, ours = set(entities(given)), set(entities(guessed))
-    return len(theirs & ours), len(ours), len(theirs)
+    return (both[: len(pairs)] * both[len(pairs) :]).sum(1)

@@ -45,19 +45,20 @@ else:
 
 # Keys that runs of earlier versions have recorded, each with the values that are gone: first the
 # one that all runs have now, or None.
-GONE = (
-    ("train", "compile", (False, True)),
-    ("masking", "mode", (None, "span")),
-    ("objective", "divergence", ("forward", "reverse", "js")),
-)
+GONE: dict[str, tuple[Any, ...]] = {
+    "train.compile": (False, True),
+    "masking.mode": (None, "span"),
+    "objective.divergence": ("forward", "reverse", "js"),
+}
 
 
 def without_gone(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a recorded config without keys and values that are gone since."""
     found = dict(values)
-    for section, key, gone in GONE:
+    for name, gone in GONE.items():
+        section, key = name.split(".")
         if isinstance(held := found.get(section), dict) and held.get(key) in gone:
-            found[section] = {name: held[name] for name in held.keys() - {key}}
+            found[section] = {k: held[k] for k in held.keys() - {key}}
     return found
 
 

@@ -185,8 +185,10 @@ def _of_vectors(source: Path, data: Path) -> Gate:
 
 def check_texts(data: Path) -> list[str]:
     """Return the texts that a sentence encoder is measured on; RunError if they are too few."""
-    texts = scored_pairs(data)[0] if data.is_file() else validation_texts(data, ROWS)
-    if not data.is_file() and len(texts) < FEWEST_PAIRS:
+    if data.is_file():
+        return scored_pairs(data)[0]
+    texts = validation_texts(data, ROWS)
+    if len(texts) < FEWEST_PAIRS:
         raise RunError(
             f"{data}: {len(texts)} of its validation documents are whole, and {FEWEST_PAIRS} are "
             "needed; give a table of pairs with --data"

@@ -15,21 +15,18 @@ from torchmetrics.functional.text.squad import squad
 from pretrain import RunError
 from pretrain.evaluation.encoders import compare_vectors
 from pretrain.evaluation.suite import Scored, differences, figures_of, rooms, sign
-from pretrain.evaluation.tasks import (
+from pretrain.evaluation.tasks import Measured, _of_labels, _of_tags, figures, retention
+from pretrain.monitor.figures import Figure, share
+from pretrain.tasks.task_metrics import (
     Entity,
-    Measured,
-    _of_labels,
-    _of_tags,
     best_span,
     counts,
     entities,
     exact_match,
     f1,
-    figures,
-    retention,
+    of_classes,
+    of_scores,
 )
-from pretrain.monitor.figures import Figure, share
-from pretrain.tasks.task_metrics import of_classes, of_scores
 
 # Classes and scores
 

@@ -77,7 +77,6 @@ def write_onnx(
     settings["model_max_length"] = text_length(folder)
     (folder / "tokenizer_config.json").write_bytes(indented_json(settings))
     inputs = _inputs(folder, wanted)
-    record = None
     if before is not None and before.is_dir() and any(before.iterdir()):
         if (why := difference(before / "onnx" / RECORD, inputs)) is not None:
             raise RunError(
@@ -85,8 +84,6 @@ def write_onnx(
                 "or remove it first"
             )
         record = read_record(before / "onnx" / RECORD)
-    if record is not None:
-        assert before is not None
         shutil.copytree(before / "onnx", folder / "onnx")
         say(f"{before / 'onnx'}: up to date")
     else:
