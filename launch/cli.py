@@ -14,7 +14,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launch.commands.audit import audit
 from launch.commands.bench import bench
 from launch.commands.config_files import config
 from launch.commands.demo import demo
@@ -60,7 +59,7 @@ def options(
 
 
 COMMANDS = (
-    *(prepare, verify, inspect, audit, vectors),
+    *(prepare, verify, inspect, vectors),
     *(pretrain, launch, recipe, report, evaluate, replay, export, demo, bench, doctor),
 )
 for command in COMMANDS:

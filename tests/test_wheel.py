@@ -71,7 +71,7 @@ def test_wheel_has_only_our_three_packages(installed: Path) -> None:
         (f"{DEMO} --dry-run --hardware=cpu --zero=1", 0, "launch/deepspeed/zero1.json"),
         ("verify nowhere", 2, "nowhere"),
         ("inspect nowhere", 2, "nowhere"),
-        ("audit nowhere --row=1", 2, "nowhere"),
+        ("inspect nowhere --row=1", 2, "nowhere"),
         ("evaluate nowhere nowhere", 2, "nowhere"),
         ("replay nowhere --step=1", 2, "nowhere"),
         ("export nowhere out", 2, "nowhere"),

@@ -75,5 +75,5 @@ def replay(
     show(
         f"{min(rows, of)} of {of} rows{whose} (--rows for more, --json for all and for whole "
         "rows); positions, ranks, micro-batches and epochs count from 0",
-        f"what a row is made of: distil audit {found.shards.folder} --row ROW",
+        f"what a row is made of: distil inspect {found.shards.folder} --row ROW",
     )

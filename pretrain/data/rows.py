@@ -41,7 +41,7 @@ class Skip:
     its step, place, rank and mask.
     """
 
-    first: int  # in the train split, as `distil replay` and `distil audit` number rows
+    first: int  # in the train split, as `distil replay` and `distil inspect` number rows
     last: int  # exclusive
     step: int  # from 0
 

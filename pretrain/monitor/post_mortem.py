@@ -84,7 +84,7 @@ def post_mortem(
     shown = ", ".join(map(str, bad[:_SHOWN])) + (", ..." if len(bad) > _SHOWN else "")
     remedies = [
         "lower optimizer.learning_rate",
-        f"look at a row: distil audit {facts['shards']} --row {bad[0]}",
+        f"look at a row: distil inspect {facts['shards']} --row {bad[0]}",
         f"leave rows out: --skip-rows {bad[0]}:{bad[0] + 1}",
         "skip up to N such steps: train.skip_non_finite=N",
     ]

@@ -15,11 +15,10 @@ from pydantic import ValidationError
 from transformers import BertTokenizerFast
 
 from data_prep import CorpusError
-from data_prep.audit import documents_of_row, rows_of_document
 from data_prep.config import CorpusConfig, TrainByteLevelBPE
 from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.examples.making import make_examples
-from data_prep.inspect import summary
+from data_prep.inspect import documents_of_row, summary
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest, open_shards, verify
 from data_prep.shards.reading import map_labels
@@ -546,10 +545,6 @@ def test_examples_are_shown_with_their_labels(tmp_path: Path) -> None:
     make_examples(settings, lambda text: None)
     (row,) = documents_of_row(settings.output, 0)
     assert (row.document, row.title, row.text) == ("x", "label: yes", "good film")
-    found = rows_of_document(settings.output, "y").places
-    assert [(place.split, place.row) for place in found] == [("train", 1)]
-    with pytest.raises(CorpusError, match="no example has the id 'z'"):
-        rows_of_document(settings.output, "z")
     known = summary(settings.output, rows=2)
     assert known["unknown"] == 0 and known["rows"][1]["segments"][0]["title"] == "label: no"
 

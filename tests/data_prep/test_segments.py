@@ -16,7 +16,7 @@ from support.processes import python
 from support.shard_folders import make_folder, reseal
 
 from data_prep import CorpusError
-from data_prep.audit import documents_of_row
+from data_prep.inspect import documents_of_row
 from data_prep.prepare import prepare
 from data_prep.publish import upload
 from data_prep.shards import Segments, load_manifest, open_shards, verify, write_texts

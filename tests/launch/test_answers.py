@@ -1,4 +1,4 @@
-"""Check the answers of `distil audit` and `distil replay`, as text and as JSON."""
+"""Check the answers of `distil inspect --row` and `distil replay`, as text and as JSON."""
 
 import json
 from collections.abc import Callable
@@ -38,35 +38,24 @@ def run(tmp_path: Path, shards: Path, seal: Any) -> Path:
     return run
 
 
-def test_audit_of_a_row_shows_titles_and_licences(distil: Distil, shards: Path) -> None:
+def test_a_row_shows_titles_and_licences(distil: Distil, shards: Path) -> None:
     for row in range(3):
-        code, out, _ = distil("audit", shards, "--row", row)
-        assert code == 0 and "CC0-1.0" in out and "take a document down" in out
-        code, lines, _ = distil("audit", shards, "--row", row, "--json")
+        code, out, _ = distil("inspect", shards, "--row", row)
+        assert code == 0 and "CC0-1.0" in out
+        code, lines, _ = distil("inspect", shards, "--row", row, "--json")
         (entry,) = map(json.loads, lines.splitlines())
         assert entry["row"] == row and entry["title"] == TITLES[int(entry["document"][2:])]
         assert entry["document"] in out and one_line(entry["title"]) in out
         assert "\x1b" not in out
 
 
-def test_audit_of_a_document_lists_its_rows(distil: Distil, shards: Path) -> None:
-    code, out, _ = distil("audit", shards, "--document", "id1")
-    assert code == 0 and "found by its id: 1 document(s) in 1 segment(s)" in out
-    code, lines, _ = distil("audit", shards, "--document", TITLES[0], "--json")
-    (entry,) = map(json.loads, lines.splitlines())
-    assert (entry["by"], entry["document"], entry["split"]) == ("title", "id0", "train")
-
-
-def test_a_wrong_option_of_audit_or_replay_is_one_line_and_exit_code_2(
+def test_a_wrong_option_of_inspect_or_replay_is_one_line_and_exit_code_2(
     distil: Distil, shards: Path, run: Path
 ) -> None:
     for arguments, part in (
-        (("audit", shards), "either --row"),
-        (("audit", shards, "--row", 0, "--document", "id0"), "either --row"),
-        (("audit", shards, "--row", 99), "rows 0 to 2"),
-        (("audit", shards, "--row", 0, "--split", "dev"), "train and validation and test"),
-        (("audit", shards, "--row", 0, "--split", "validation"), "no validation split"),
-        (("audit", shards, "--document", "id9"), "near it: 'id"),
+        (("inspect", shards, "--row", 99), "rows 0 to 2"),
+        (("inspect", shards, "--row", 0, "--split", "dev"), "is not one of"),
+        (("inspect", shards, "--row", 0, "--split", "validation"), "no validation split"),
         (("replay", run, "--step", 6), "steps 1 to 5"),
         (("replay", run, "--step", 1, "--world-size", 3), "world size 3 does not divide"),
         (("replay", shards, "--step", 1), "no checkpoint"),

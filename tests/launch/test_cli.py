@@ -51,7 +51,7 @@ def run_file(tmp_path: Path, shards: Path, teacher: object) -> Path:
 def test_help_shows_an_example_for_every_command(distil: Distil) -> None:
     _, listing, _ = in_a_process("--help")
     for command in (
-        *("prepare", "verify", "inspect", "audit", "replay"),
+        *("prepare", "verify", "inspect", "replay"),
         *("pretrain", "evaluate", "export", "demo"),
     ):
         assert command in listing

@@ -325,7 +325,7 @@ def test_the_post_mortem_has_step_ranks_rows_and_remedies() -> None:
         "the update was not made",
         "runs/one/post_mortem.json",
         "lower optimizer.learning_rate",
-        "distil audit shards/books --row 12",
+        "distil inspect shards/books --row 12",
         "--skip-rows 12:13",
         "train.skip_non_finite",
     ):

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
 from data_prep import CorpusError
-from data_prep.audit import documents_of_row, rows_of_document
-from data_prep.inspect import leftovers, summary
+from data_prep.inspect import documents_of_row, leftovers, summary
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest, open_shards
 from data_prep.tokens import load
@@ -88,84 +88,24 @@ def test_every_segment_of_every_row_is_named_and_lies_in_its_document(
 
 
 def test_the_rows_of_a_document_hold_all_of_its_tokens(folder: Path, texts: dict[str, str]) -> None:
+    # By the filter of docs/CORPUS.md; a row counts within its file.
     tokens = load(folder / "tokenizer")
+    table = ds.dataset(folder / "segments")
+    files = {
+        shard.file.partition(".")[0]: (split, sum(s.rows for s in record.shards[:number]))
+        for split, record in load_manifest(folder).splits.items()
+        for number, shard in enumerate(record.shards)
+    }
     for id, text in texts.items():
-        found = rows_of_document(folder, id, source="first.jsonl")
-        assert found.by == "document"
+        wanted = (ds.field("document") == id) & (ds.field("source") == 0)
         held: list[int] = []
-        for place in found.places:
-            shards = open_shards(folder, place.split)
-            ids = shards.rows([place.row])[0].tolist()
-            assert ids[place.start] == 2
-            held += ids[place.start + 1 : ids.index(3, place.start)]
-            # The same row, counted within its file.
-            before = 0
-            for shard in shards.manifest.splits[place.split].shards:
-                if shard.file == place.shard:
-                    break
-                before += shard.rows
-            assert place.row == before + place.row_in_shard
+        for fragment in table.get_fragments():
+            split, before = files[Path(fragment.path).stem]
+            for place in fragment.to_table(filter=wanted).to_pylist():
+                ids = open_shards(folder, split).rows([before + place["row"]])[0].tolist()
+                assert ids[place["start"]] == 2
+                held += ids[place["start"] + 1 : ids.index(3, place["start"])]
         assert sorted(held) == sorted(tokens.encode(text).tolist())
-
-
-def test_rows_and_documents_are_inverse(folder: Path) -> None:
-    by_row = {
-        (split, row, s.start, s.source, s.document)
-        for split in splits(folder)
-        for row in range(len(open_shards(folder, split)))
-        for s in documents_of_row(folder, row, split)
-    }
-    by_document = {
-        (p.split, p.row, p.start, p.source, p.document)
-        for document in {entry[-1] for entry in by_row}
-        for p in rows_of_document(folder, document).places
-    }
-    assert by_row == by_document
-
-
-def test_an_id_that_two_sources_have_is_listed_for_both_or_the_one_asked_for(folder: Path) -> None:
-    both = rows_of_document(folder, "doc 4")
-    assert {p.source for p in both.places} == {"first.jsonl", "second.jsonl"}
-    one = rows_of_document(folder, "doc 4", source="second.jsonl")
-    assert one.places == tuple(p for p in both.places if p.source == "second.jsonl")
-    with pytest.raises(CorpusError, match=r"'third'; there are: first\.jsonl, second\.jsonl"):
-        rows_of_document(folder, "doc 4", source="third")
-
-
-def test_an_id_wins_over_a_title_and_the_title_is_still_mentioned(folder: Path) -> None:
-    found = rows_of_document(folder, "doc 0")
-    assert found.by == "document" and {p.document for p in found.places} == {"doc 0"}
-    assert found.others == {"title": len(rows_of_document(folder, "doc 2").places)}
-
-
-def test_a_url_or_a_title_finds_a_document_too(folder: Path) -> None:
-    by_id = rows_of_document(folder, "doc 6")
-    by_url = rows_of_document(folder, "https://example.org/doc 6")
-    by_title = rows_of_document(folder, "Title of doc 6")
-    assert (by_url.by, by_title.by) == ("url", "title")
-    assert by_id.places == by_url.places == by_title.places
-    assert {p.source for p in rows_of_document(folder, TITLE).places} == {"second.jsonl"}
-
-
-def test_wild_characters_are_taken_literally(folder: Path) -> None:
-    assert {p.document for p in rows_of_document(folder, WILD).places} == {WILD}
-    for pattern in ("doc *", "doc .", "%", ".*", "", "DOC 6", "doc 6 "):
-        with pytest.raises(CorpusError, match="no row holds"):
-            rows_of_document(folder, pattern)
-
-
-def test_an_id_that_is_not_there_is_answered_with_near_ones_and_the_quarantine(
-    folder: Path,
-) -> None:
-    with pytest.raises(CorpusError, match=r"near it: .*'doc 6'.*quarantine\.jsonl"):
-        rows_of_document(folder, "docs 6")
-    # What the quarantine names is said at once: the reason is the best answer.
-    place = {"source": "s", "where": "a.jsonl#7"}
-    entry = {**place, "reason": "no text", "detail": "has no 'text'"}
-    with (folder / "quarantine.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
-    with pytest.raises(CorpusError, match=r"it was dropped .*\(no text: has no 'text'\)"):
-        rows_of_document(folder, "a.jsonl#7")
 
 
 def test_rows_outside_the_split_are_refused_with_its_bounds(folder: Path) -> None:
@@ -182,7 +122,7 @@ def test_a_damaged_side_table_is_named(folder: Path) -> None:
         documents_of_row(folder, 0)
     path.unlink()
     with pytest.raises(CorpusError, match=r"train-00000\.parquet: missing"):
-        rows_of_document(folder, "doc 0")
+        documents_of_row(folder, 0)
 
 
 def test_an_edited_side_table_is_refused(folder: Path) -> None:
@@ -193,7 +133,6 @@ def test_an_edited_side_table_is_refused(folder: Path) -> None:
     pq.write_table(table.set_column(number, table.schema.field(number), titles), path)
     for question in (
         lambda: documents_of_row(folder, 0),
-        lambda: rows_of_document(folder, "Another title"),
         lambda: summary(folder),
     ):
         with pytest.raises(CorpusError, match=r"train-00000\.parquet.*the manifest"):
@@ -208,7 +147,7 @@ def test_an_edited_side_table_is_refused(folder: Path) -> None:
         ("token_counts.json", summary),
         ("leftovers.jsonl", leftovers),
     ],
-    ids=["audit", "inspect-tokenizer", "inspect-counts", "leftovers"],
+    ids=["row", "inspect-tokenizer", "inspect-counts", "leftovers"],
 )
 def test_an_edited_file_is_refused(
     folder: Path, name: str, question: Callable[[Path], object]
