@@ -70,4 +70,3 @@ def test_the_page_on_a_language_leads_to_a_model(
     card = Path("exported/de/README.md").read_text(encoding="utf-8")
     assert "license: cc-by-sa-4.0" in card and "Die Hauptstadt von Österreich" in card
     assert Path("exported/de-int8/onnx/model_quantized.onnx").is_file()
-    assert Path("report.html").stat().st_size < 300_000

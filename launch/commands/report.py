@@ -1,4 +1,4 @@
-"""Implement `distil report`: tell how runs are doing, on the screen or as an HTML page."""
+"""Implement `distil report`: tell how runs are doing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ _EVERY = 5.0  # seconds
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Output folders of runs.", metavar="RUN...")],
-    html: Annotated[
-        Path | None, typer.Option(help="Write one page with curves to this file.", metavar="FILE")
-    ] = None,
-    text: Annotated[
-        bool, typer.Option("--text", help="Show it in the terminal: the default.")
-    ] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it again every 5 s until all have ended.")
     ] = False,
@@ -29,9 +23,8 @@ def report(
 
     It reads what a run writes, also while it trains, and on another machine.
 
-    Example: distil report runs/demo/student --html report.html
+    Example: distil report runs/demo/student
     """
-    from data_prep.disk.replacing import replace_text
     from pretrain import RunError
     from pretrain.monitor import report as of
 
@@ -53,11 +46,6 @@ def report(
         for each in found:
             show(*of.text(each))
         show(*missing)
-        if html is not None and found:
-            html.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(html, of.html(found))
         if not (waiting or (watch and any(each.running is not False for each in found))):
             break
         time.sleep(_EVERY)
-    if html is not None:
-        show(f"written: {html}")

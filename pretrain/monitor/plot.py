@@ -9,7 +9,6 @@ from html import escape
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 340, 56, 190, 36, 46
 _COLOURS = ("#0b62a4", "#c2410c", "#15803d", "#7e22ce", "#b91c1c", "#0e7490", "#a16207", "#4d4d4d")
 _ROW = 16  # between two labels
-_NARROW = 460
 
 
 def line_plot(
@@ -17,8 +16,6 @@ def line_plot(
     x_label: str,
     curves: Mapping[str, Sequence[tuple[float, float]]],
     lines: Mapping[str, float] | None = None,
-    *,
-    narrow: bool = False,
 ) -> str:
     """Return an SVG of curves, and of dashed lines for what has one value.
 
@@ -28,7 +25,6 @@ def line_plot(
         curves: the points (x, y) of each, by label; x from 0. One without points is not shown,
             and keeps its colour.
         lines: a value of y each, by label.
-        narrow: labels stand below the plot, not beside it.
     """
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(curves)}
     curves, lines = {name: points for name, points in curves.items() if points}, lines or {}
@@ -40,9 +36,6 @@ def line_plot(
     rows = _ROW * (len(curves) + len(lines))
     width, height = _WIDTH, max(_HEIGHT, _TOP + _BOTTOM + rows)
     end, bottom = width - _RIGHT, height - _BOTTOM
-    if narrow:
-        width, height = _NARROW, _HEIGHT + rows
-        end, bottom = width - 20, _HEIGHT - _BOTTOM
 
     def x_of(x: float) -> float:
         return _LEFT + (end - _LEFT) * x / most
@@ -81,10 +74,6 @@ def line_plot(
             x, y = x_of(points[0][0]), y_of(points[0][1])
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
         labels.append((y_of(points[-1][1]), colour, name))
-    if narrow:
-        for i, (_, colour, name) in enumerate(labels):
-            parts.append(text(_LEFT, _HEIGHT + _ROW * (i + 0.75), name, f'fill="{colour}"'))
-        return "\n".join([*parts, "</svg>", ""])
     # Labels that would overlap move down; where there is no more place, up.
     labels.sort()
     places, lowest = list[float](), 0.0

@@ -54,7 +54,6 @@ def test_a_wrong_option_of_inspect_or_replay_is_one_line_and_exit_code_2(
 ) -> None:
     for arguments, part in (
         (("inspect", shards, "--row", 99), "rows 0 to 2"),
-        (("inspect", shards, "--row", 0, "--split", "dev"), "is not one of"),
         (("inspect", shards, "--row", 0, "--split", "validation"), "no validation split"),
         (("replay", run, "--step", 6), "steps 1 to 5"),
         (("replay", run, "--step", 1, "--world-size", 3), "world size 3 does not divide"),

@@ -70,7 +70,9 @@ def test_a_plot_has_the_points_and_its_labels_apart() -> None:
     assert min(np.diff(places)) >= 15.9 and places[0] > 0 and places[-1] < height
     # One value, or one point, is a plot, too.
     for flat in ({"a": [(0.0, 0.0), (1.0, 0.0)]}, {"a": [(0.0, 5.0)]}):
-        ElementTree.fromstring(line_plot("t", "x", flat))
+        svg = line_plot("t", "x", flat)
+        ElementTree.fromstring(svg)
+        assert svg.count("<circle") == (len(flat["a"]) == 1)
 
 
 def test_ticks_are_round_and_few() -> None:

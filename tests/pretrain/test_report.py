@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import json
-import re
 import signal
 import socket
-import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,6 @@ from support import warm
 from support.runs import RECIPE, start, step_folder
 
 from data_prep.messages import duration
-from pretrain.monitor.plot import line_plot
 from pretrain.monitor.report import report
 
 Settings = Callable[..., dict[str, Any]]
@@ -63,59 +58,12 @@ def test_a_finished_run_is_told_from_its_files(
     num = sum(p.numel() for p in load_file(student / "model.safetensors").values())
     assert f"step 6, {num:,} parameters" in text
 
-    # The page of a single run has what is not the default.
-    page = tmp_path / "page.html"
-    assert distil("report", run, "--html", page).code == 0
-    shown_page = page.read_text(encoding="utf-8")
-    speeds = [entry["tokens_per_second"] for entry in entries if entry["kind"] == "train"]
-    assert f"<td>{num:,} parameters" in shown_page
-    assert f"<td>{statistics.median(speeds):,.0f} tokens/s" in shown_page
-    state = json.loads((student.parent / "state.json").read_bytes())
-    for fact in (state["shards"][:16], state["teacher"]["sha256"][:16], "; ".join(state["notes"])):
-        assert f"<td>{html.escape(fact)}" in shown_page
-    config = shown_page.partition("<h2>Config")[2].partition("</table>")[0]
-    rows = dict(re.findall(r"<tr><td>([\w.]+)<td>([^<]*)", config))
-    assert rows["train.max_steps"] == "6" and rows["objective.name"] == "distilbert"
-    assert not {"optimizer.eps", "card.language", "slurm.setup"} & rows.keys()
 
-
-def test_a_page_has_the_curves_and_what_differs(
+def test_a_run_that_has_not_begun_hides_no_other(
     tmp_path: Path, teacher_folder: Path, run_config: Settings, distil: Any
 ) -> None:
-    runs = [tmp_path / "a <b>", tmp_path / "c"]
-    for run, rate in zip(runs, (1e-3, 2e-3), strict=True):
-        values = run_config(run, teacher_folder, **RECIPE)
-        start(values | {"optimizer": {"learning_rate": rate}})
-    page = tmp_path / "new" / "page.html"
-    code, out, err = distil("report", *runs, "--html", page)
-    assert code == 0 and f"written: {page}" in out, err
-    text = page.read_text(encoding="utf-8")
-    assert len(text) < 300_000 and "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert "<script" not in text and "a <b>" not in text and "a &lt;b&gt;" in text
-
-    found: list[str] = []
-
-    class Cells(HTMLParser):
-        def handle_data(self, data: str) -> None:
-            found.append(data)
-
-    Cells().feed(text)
-    place = found.index("optimizer.learning_rate")
-    assert found[place : place + 3] == ["optimizer.learning_rate", "0.001", "0.002"]
-    assert "output" not in found
-    titles = {"training loss", "training: kl", "validation: accuracy", "tokens per second"}
-    assert titles <= {*found}
-    # Points of a curve: as many as lines of metrics, and a dashed line for each teacher.
-    curve = re.search(r"training loss.*?points=\"([^\"]+)\"", text, re.S)
-    assert curve is not None and len(curve[1].split()) == 4
-    assert "teacher of c" in found
-
-    # A curve of one point is a dot.
-    assert line_plot("t", "x", {"a": [(1.0, 2.0)]}, narrow=True).count("<circle") == 1
-    assert "<circle" not in line_plot("t", "x", {"a": [(1.0, 2.0), (2.0, 3.0)]})
-
-    # A run that has not begun is named, and hides no other.
-    code, out, err = distil("report", runs[1], tmp_path / "later", "--text")
+    start(run_config(tmp_path / "run", teacher_folder, **RECIPE))
+    code, out, err = distil("report", tmp_path / "run", tmp_path / "later")
     assert code == 0 and "step 4 of 4" in out and "later: no run has begun there" in out, err
 
 
