@@ -234,7 +234,7 @@ def load_run_teacher(config: RunConfig, manifest: Manifest) -> Teacher | None:
         manifest,
         config.shards,
         same_vocabulary=config.teacher_vocabulary == "same",
-        needs_head=config.objective.needs_logits,
+        needs_head=config.objective.needs.logits,
         sentences=config.task.sentence_encoder,
         of_task=config.task.has_head,
         any_vocabulary=config.model is not None,
@@ -271,7 +271,7 @@ def load_student(
     Raises:
         RunError: it cannot be read or built, or does not fit teacher and shards.
     """
-    seed, needs_head = config.train.seed, config.objective.needs_logits
+    seed, needs_head = config.train.seed, config.objective.needs.logits
     student: MaskedLM
     # A checkpoint wins over `student.init`, so that the same command starts and resumes a run.
     if parts is not None:

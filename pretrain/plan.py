@@ -72,7 +72,7 @@ def flop(config: RunConfig, student: Sizes, teacher: Sizes | None, rows: Planned
     and a head with vocabulary V 2 D^2 + 2 D V; a backward pass takes twice that.
     """
     objective = config.objective
-    logits = [part for part in objective.parts if part.logits]
+    logits = [part for part in objective.parts if "logits" in part.reads]
     share = 1.0 if any(part.over == "tokens" for part in logits) else config.masking.ends[0] or 0.0
     # In a corpus a row is about one document; of a task it is one example, without its padding.
     span = rows.tokens / max(1, rows.rows) if config.task.has_head else rows.row_length
@@ -83,7 +83,8 @@ def flop(config: RunConfig, student: Sizes, teacher: Sizes | None, rows: Planned
         head = share * (2 * width**2 + 2 * width * rows.vocab_size) if logits else 0.0
         return sizes.num_hidden_layers * layer + head
 
-    return 3 * forward(student) + (forward(teacher) if teacher and objective.compares else 0.0)
+    compared = teacher if objective.needs.compares else None
+    return 3 * forward(student) + (forward(compared) if compared else 0.0)
 
 
 def parameters(sizes: Sizes, rows: Planned, *, head: bool) -> int:
@@ -253,7 +254,7 @@ def plan(
     # The newest checkpoints, and the one that is being written.
     num = config.checkpoint.keep + 1 if config.checkpoint.every else 1
     # Weights in fp32, and both moments.
-    disk = 12 * num * parameters(student, there, head=config.objective.needs_logits)
+    disk = 12 * num * parameters(student, there, head=config.objective.needs.logits)
     of_step = tokens / steps
     work = flop(config, student, teacher, there) * of_step
     return Plan(student, tuple(lines), work, of_step, steps - step, disk, teacher, there)

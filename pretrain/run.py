@@ -115,12 +115,12 @@ def build(
         nn.Module.to(online, device, PRECISIONS[train.precision].dtype)
         examples.to(device)
     predecessor = None
-    if config.objective.replaces:
+    if config.objective.needs.modules:
         assert teacher is not None
         predecessor = teacher.model
         nn.Module.to(predecessor, device)
     student.to(device)
-    with_head = config.objective.needs_logits
+    with_head = config.objective.needs.logits
     kernels = hardware_of(
         student,
         device,
@@ -144,7 +144,7 @@ def build(
         recompute=train.activation_checkpointing,
         predecessor=predecessor,
     )
-    if not config.objective.needs_logits:
+    if not config.objective.needs.logits:
         freeze_unreached(module, inputs, device)
     # Then wrap: DDP or ZeRO owns the optimizer from here on.
     optimizer = build_optimizer(module, config.optimizer, accelerator.device)
@@ -267,7 +267,7 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
     adapters = dict(run.module.adapters.state_dict())
     if weights is not None:
         adapters = {name: weights.pop(f"adapters.{name}") for name in adapters}
-    if not config.objective.needs_logits:
+    if not config.objective.needs.logits:
         # Its LM head was never trained: the model is saved without it.
         student, prefix = student.base_model, f"{student.base_model_prefix}."
         own = {name: t for name, t in (weights or {}).items() if name.startswith(prefix)}

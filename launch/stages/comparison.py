@@ -89,9 +89,9 @@ def figures_of(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
                 f"{now}; revert the change, or set another `output:`"
             )
         terms, of_entry = "", ""
-        if not config.objective.needs_logits:
+        if not config.objective.needs.logits:
             terms = config.objective.model_dump_json()
-            if config.objective.sums_layers:
+            if config.objective.needs.sums:
                 terms += f" {config.student} {config.model}"
         if first.setdefault(terms, entry) != next(iter(first.values())) and terms:
             of_entry = f" of {first[terms]}"

@@ -132,7 +132,7 @@ def compare_models(config: RunConfig, made: Made) -> None:
         if not is_teacher or config.model is None:  # else its tokenizer may be any
             same = is_teacher and config.teacher_vocabulary == "same"
             check_fit(who, folder, manifest, shards=config.shards, required=not same)
-        if is_teacher and output and config.task.has_head and config.objective.soft_labels:
+        if is_teacher and output and config.task.has_head and config.objective.needs.soft:
             raw = config_of_head(who, folder, state, output)
             check_labels(who, labels_of(raw, output), manifest.labels)
     if config.vectors is None and config.answers is not None and config.answers.is_file():

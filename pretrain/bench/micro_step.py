@@ -284,7 +284,7 @@ def random_models(config: RunConfig) -> Models:
         RunError: sizes do not fit each other or the objective.
     """
     torch.manual_seed(0)  # the same weights at every call
-    if config.model is not None and config.objective.compares:
+    if config.model is not None and config.objective.needs.compares:
         raise RunError(
             f"objective {config.objective.name}: distil bench measures students that are built "
             "from a teacher, and this config has `model:`; metrics.jsonl of a run has its speed"

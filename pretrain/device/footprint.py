@@ -38,7 +38,6 @@ _PAIR = 23  # bytes of a pair of tokens in a head; so many pairs at a time:
 _MOST_PAIRS = {"cpu": 2**18, "cuda": 2**24}
 # Of a logit, in chunks of so many positions, and of blocks of so many logits.
 _LOGIT, _CHUNK, _BLOCK = 9, {"cpu": 512, "cuda": 2048}, {"cpu": 2**18, "cuda": 2**23}
-_HEADS = 48  # MiniLM's relation heads, where a config names no number
 
 
 class Footprint:
@@ -60,17 +59,17 @@ class Footprint:
     ) -> None:
         objective, self.full = config.objective, config.train.precision == "fp32"
         self.config, self.sizes, self.rows, self.device = config, student, rows, device
-        self.student = parameters(student, rows, head=objective.needs_logits)
+        self.student = parameters(student, rows, head=objective.needs.logits)
         self.teacher = 0
         self.held = {"student": 4 * self.student}
-        if teacher is not None and (objective.compares or objective.replaces):
-            self.teacher = parameters(teacher, rows, head=objective.needs_logits)
-            in_fp32 = self.full or objective.replaces
+        if teacher is not None and (objective.needs.compares or objective.needs.modules):
+            self.teacher = parameters(teacher, rows, head=objective.needs.logits)
+            in_fp32 = self.full or objective.needs.modules
             self.held["teacher"] = (4 if in_fp32 else 2) * self.teacher
         trained = self.student
-        if objective.replaces:  # only layers are trained
+        if objective.needs.modules:  # only layers are trained
             none = student._replace(num_hidden_layers=0)
-            trained -= parameters(none, rows, head=objective.needs_logits)
+            trained -= parameters(none, rows, head=objective.needs.logits)
         self.held |= {"gradients": 4 * trained, "AdamW": 8 * trained}
 
     def micro_step(self, num: int, *, held: bool) -> int:
@@ -82,7 +81,7 @@ class Footprint:
         peak = self._activations(num * self.rows.row_length)
         # At the end of a backward pass the embeddings have new gradients before these are added.
         words = 4.0 * self.rows.vocab_size * self.sizes.hidden_size
-        new = 3 if self.config.objective.needs_logits else 1
+        new = 3 if self.config.objective.needs.logits else 1
         if held:
             return round(max(peak, new * words))
         return round(max(0.0, peak - self.held["gradients"], (new - 1) * words))
@@ -111,7 +110,7 @@ class Footprint:
 
     def _logits(self, tokens: int) -> float:
         """Return the bytes of an LM head's chunk."""
-        logits = [part for part in self.config.objective.parts if part.logits]
+        logits = [part for part in self.config.objective.parts if "logits" in part.reads]
         if not logits:
             return 0.0
         everywhere = any(part.over == "tokens" for part in logits)
@@ -124,11 +123,9 @@ class Footprint:
         """Return the bytes of layers that are compared by pairs of tokens."""
         objective, sizes = self.config.objective, self.sizes
         of_tokens = any(part.over == "tokens" for part in objective.parts)
-        if objective.needs_logits or self.config.task.has_head or not of_tokens:
+        if objective.needs.logits or self.config.task.has_head or not of_tokens:
             return 0.0
-        heads = sizes.num_attention_heads
-        if getattr(objective, "version", 1) == 2:
-            heads = getattr(objective, "relation_heads", None) or _HEADS
+        heads = objective.relation_heads_of(sizes.num_attention_heads)
         pairs = min(_MOST_PAIRS[self.device], tokens * self.rows.row_length * heads)
-        layers = sizes.num_hidden_layers if objective.sums_layers else 1
+        layers = sizes.num_hidden_layers if objective.needs.sums else 1
         return _PAIR * pairs + _COMPARED * layers * tokens * sizes.hidden_size

@@ -62,11 +62,11 @@ def model_card(
     """
     config, teacher, about = state["config"], state["teacher"], about or About()
     objective = objective_of(state)
-    distilled = (teacher is not None or bool(state.get("vectors"))) and objective.compares
+    distilled = (teacher is not None or bool(state.get("vectors"))) and objective.needs.compares
     how = _provenance(state, objective, distilled, about.card.get("base_model"))
     size, notes = sum(p.numel() for p in student.parameters()), state.get("notes")
 
-    figures = _figures(state, objective.needs_logits, measured, about.before)
+    figures = _figures(state, objective.needs.logits, measured, about.before)
 
     # The keys of the config that shape the run, without paths of the machine it ran on.
     recipe: list[tuple[str, object]] = []

@@ -102,7 +102,7 @@ def export(
         tensors = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
         tensors |= saved_head(adapters)
     else:
-        student = model if objective.needs_logits else body(model, seed)
+        student = model if objective.needs.logits else body(model, seed)
     kept = run / MEASURED
     measured = json.loads(kept.read_bytes()) if kept.exists() else {}
     about = about_run(run)

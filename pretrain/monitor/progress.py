@@ -21,7 +21,7 @@ def describe(run: Run) -> None:
     say = run.progress.say
     say("; ".join(f"{name}: {kernel}" for name, kernel in run.hardware.items()))
     student: Any = run.student
-    saved = student if config.objective.needs_logits else student.base_model
+    saved = student if config.objective.needs.logits else student.base_model
     size = sum(p.numel() for p in saved.parameters())
     teacher = ""
     if run.teacher is not None:

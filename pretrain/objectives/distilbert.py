@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from pretrain import RunError
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant, wide
 from pretrain.objectives.mlm import MLM
-from pretrain.objectives.objective import Objective, Part
+from pretrain.objectives.objective import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,10 +68,10 @@ class DistilBert(Objective):
         where, over = f"over {self.kl_positions} tokens", self._over
         kl = f"KL(teacher || student) at temperature {self.temperature:g} {where}"
         found = (
-            Part("kl", self.kl, kl, over, logits=True),
-            Part("mlm", self.mlm, MLM, "masked", logits=True, teacher=False),
+            Part("kl", self.kl, kl, over, ("logits",)),
+            Part("mlm", self.mlm, MLM, "masked", ("logits",), teacher=False),
             Part("cosine", self.cosine, "cosine distance of the last hidden states"),
-            Part("mse", self.mse, f"squared distance of the logits {where}", over, logits=True),
+            Part("mse", self.mse, f"squared distance of the logits {where}", over, ("logits",)),
             Part(
                 "hidden_mse", self.hidden_mse, "mean squared difference of the last hidden states"
             ),

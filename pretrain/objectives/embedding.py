@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from pretrain import RunError
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant
 from pretrain.objectives.distilbert import cosine_distance
-from pretrain.objectives.objective import Objective, Part
+from pretrain.objectives.objective import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant, wide
-from pretrain.objectives.objective import Objective, Part
+from pretrain.objectives.objective import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,13 +27,19 @@ if TYPE_CHECKING:
 TASKS = ("classification", "token_classification", "question_answering")
 
 
+def labels_part(key: str, weight: float) -> Part:
+    """Return what the loss of the labels reads."""
+    text = "the loss of the labels"
+    return Part(key, weight, text, "labelled", ("head", "labels"), teacher=False)
+
+
 class FineTuning(Objective):
     """Train a model of `model:` on the labels of the shards."""
 
     tasks: ClassVar[Any] = TASKS
     needs_teacher: ClassVar[bool] = False
     defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
-    parts: ClassVar[Any] = (Part("", 1.0, "the loss of the labels", "labelled", teacher=False),)
+    parts: ClassVar[Any] = (labels_part("", 1.0),)
 
     name: Literal["finetune"] = "finetune"
 

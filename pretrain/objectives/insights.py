@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Shape, SignalTerm, Term, wide
-from pretrain.objectives.finetune import labels_term
+from pretrain.objectives.finetune import labels_part, labels_term
 from pretrain.objectives.kd import soft_term
-from pretrain.objectives.objective import Objective, Part, check_width, layer_pairs, layers_term
+from pretrain.objectives.objective import Objective, check_width, layer_pairs, layers_term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +43,6 @@ class Insights(Objective):
 
     tasks: ClassVar[Any] = ("classification",)
     defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
-    reads_layers: ClassVar[bool] = True
 
     name: Literal["insights"] = "insights"
     logits: bool = False
@@ -68,14 +68,16 @@ class Insights(Objective):
     @property
     def parts(self) -> tuple[Part, ...]:
         """Return the terms that are on."""
-        squares = "squared difference of normalised"
-        found = {
-            "logits": Part("soft", self.share, "KL of soft labels at temperature 1", "sequences"),
-            "hidden": Part("hidden", self.share, f"{squares} hidden states", "sequences"),
-            "embedding": Part("embedding", self.share, f"{squares} embeddings", "sequences"),
-        }
-        labels = Part("", 1.0, "the loss of the labels", "labelled", teacher=False)
-        return (labels, *(part for name, part in found.items() if getattr(self, name)))
+        share, over, squares = self.share, "sequences", "squared difference of normalised"
+        # Also for logits alone the teacher runs: `layers` are its own.
+        logits = Part("", share, "KL of soft labels at temperature 1", over, ("head", "layers"))
+        hidden = Part("", share, f"{squares} hidden states", over, ("layers",))
+        found = (
+            (self.logits, logits),
+            (self.hidden, hidden),
+            (self.embedding, hidden._replace(text=f"{squares} embeddings")),
+        )
+        return (labels_part("", 1.0), *(part for on, part in found if on))
 
     def check(self, student: Shape, teacher: Shape) -> None:
         """Refuse layers that are not those of the models, and a different width."""

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant, wide
-from pretrain.objectives.finetune import TASKS, answers, labels_term
-from pretrain.objectives.objective import Objective, Part
+from pretrain.objectives.finetune import TASKS, answers, labels_part, labels_term
+from pretrain.objectives.objective import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,8 +68,8 @@ class SoftLabels(Objective):
         if self.divergence == "squared":
             soft = "squared difference of the logits"
         found = (
-            Part("soft", self.soft, soft, "sequences"),
-            Part("hard", self.hard, "the loss of the labels", "labelled", teacher=False),
+            Part("soft", self.soft, soft, "sequences", ("head",)),
+            labels_part("hard", self.hard),
         )
         return tuple(part for part in found if part.weight > 0)
 

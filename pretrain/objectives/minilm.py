@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from pretrain import RunError
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import (
     Kind,
     Shape,
     Term,
 )
-from pretrain.objectives.objective import Objective, Part, layers_term
+from pretrain.objectives.objective import Objective, layers_term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,6 +71,10 @@ class MiniLM(Objective):
     def parts(self) -> tuple[Part, ...]:
         """Return a term for each relation, with weight 1."""
         return tuple(Part("", 1.0, f"KL of the {name}") for name in self._relations)
+
+    def relation_heads_of(self, num_heads: int) -> int:
+        """Return the relation heads; the most where a config names none."""
+        return num_heads if self.version == 1 else self.relation_heads or _HEADS
 
     @property
     def _relations(self) -> dict[str, tuple[Kind, Kind]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Shape, Term
-from pretrain.objectives.objective import Objective, Part
+from pretrain.objectives.objective import Objective
 
 MLM = "cross-entropy of the masked tokens"
 
@@ -16,7 +17,7 @@ class MaskedLanguageModel(Objective):
     needs_teacher: ClassVar[bool] = False
     # Not published by a paper: BERT's objective has a second term.
     parts: ClassVar[tuple[Part, ...]] = (
-        Part("mlm", 1.0, MLM, "masked", logits=True, teacher=False),
+        Part("mlm", 1.0, MLM, "masked", ("logits",), teacher=False),
     )
 
     name: Literal["mlm"] = "mlm"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from data_prep.keys import Keys
 from pretrain import RunError
+from pretrain.contracts.needs import Needs, Part
 from pretrain.contracts.terms import Encoded, Kind, Shape, Signal, SignalTerm, Term, constant
 
 if TYPE_CHECKING:
@@ -115,17 +116,6 @@ def layers_term(
     return SignalTerm(name, constant(weight), over, total, True, *needs)
 
 
-class Part(NamedTuple):
-    """Describe a term before torch is imported, for checks of a config and for the model card."""
-
-    key: str  # its config key, where it has one
-    weight: float
-    text: str
-    over: str = "tokens"  # see `VocabularyTerm`
-    logits: bool = False  # does it read vocabulary logits?
-    teacher: bool = True  # does it compare the student with a teacher?
-
-
 class Objective(Keys):
     """Configure one paper's losses: a subclass in a file of its own, whose fields are YAML keys.
 
@@ -134,12 +124,8 @@ class Objective(Keys):
 
     name: str
     tasks: ClassVar[tuple[str, ...]] = ("mlm",)  # that it can serve, the default one first
-    sums_layers: ClassVar[bool] = False  # do its terms grow with the number of layers?
     # True also if no term uses the teacher, because student layers may be copied from it.
     needs_teacher: ClassVar[bool] = True
-    reads_layers: ClassVar[bool] = False  # does it need the layers of a task's teacher?
-    # Do the teacher's layers stand in for the student's, whose other parts are frozen?
-    replaces: ClassVar[bool] = False
     # Keys of a run that have another default with this objective, by section.
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
@@ -149,24 +135,9 @@ class Objective(Keys):
         """Return what a run and the card must know of each term that is computed."""
 
     @property
-    def needs_logits(self) -> bool:
-        """Return whether a term reads vocabulary logits; otherwise no LM head is trained."""
-        return any(part.logits for part in self.parts)
-
-    @property
-    def compares(self) -> bool:
-        """Return whether a term compares student and teacher."""
-        return any(part.teacher for part in self.parts)
-
-    @property
-    def soft_labels(self) -> bool:
-        """Return whether a term reads logits of a task's teacher, or probabilities of its data."""
-        return any(part.key == "soft" for part in self.parts)
-
-    @property
-    def trains_head(self) -> bool:
-        """Return whether a term reads the logits of a task's head."""
-        return self.soft_labels or any(part.over == "labelled" for part in self.parts)
+    def needs(self) -> Needs:
+        """Return what a run must have for the terms."""
+        return Needs.of(self.parts)
 
     @property
     def published(self) -> str:
@@ -204,7 +175,11 @@ class Objective(Keys):
 
         The first layer is trained, and all that is computed after it is kept for its gradient.
         """
-        return (True, *[False] * (num_layers - 1)) if self.replaces else None
+        return (True, *[False] * (num_layers - 1)) if self.needs.modules else None
+
+    def relation_heads_of(self, num_heads: int) -> int:
+        """Return how many scores of a pair of tokens a layer has, where terms compare them."""
+        return num_heads
 
     def notes(self, num_steps: int) -> list[str]:
         """Return what a user should know of a run of so many steps."""

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from pretrain import RunError
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Shape, SignalTerm, Term, wide
-from pretrain.objectives.finetune import labels_term
+from pretrain.objectives.finetune import labels_part, labels_term
 from pretrain.objectives.kd import soft_term
 from pretrain.objectives.objective import (
     Objective,
-    Part,
     check_width,
     even_layers,
     layer_pairs,
@@ -49,7 +49,6 @@ class PatientDistillation(Objective):
 
     tasks: ClassVar[Any] = ("classification",)
     defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
-    reads_layers: ClassVar[bool] = True
 
     name: Literal["pkd"] = "pkd"
     temperature: float = Field(10.0, gt=0, le=1000)
@@ -76,9 +75,16 @@ class PatientDistillation(Objective):
         soft = f"KL of soft labels at temperature {self.temperature:g}"
         layers = "squared difference of [CLS] behind layers"
         found = (
-            Part("soft", self.soft, soft, "sequences"),
-            Part("hard", self.hard, "the loss of the labels", "labelled", teacher=False),
-            Part("patience", self.patience, layers, "sequences"),
+            Part("soft", self.soft, soft, "sequences", ("head",)),
+            labels_part("hard", self.hard),
+            Part(
+                "patience",
+                self.patience,
+                layers,
+                "sequences",
+                ("layers",),
+                sums=self.average != "all",
+            ),
         )
         return tuple(part for part in found if part.weight > 0)
 

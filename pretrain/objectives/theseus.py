@@ -22,8 +22,8 @@ from pydantic import Field
 from pretrain import RunError
 from pretrain.contracts.terms import Shape, Term
 from pretrain.data.hashing import root
-from pretrain.objectives.finetune import TASKS, labels_term
-from pretrain.objectives.objective import Objective, Part, even_layers
+from pretrain.objectives.finetune import TASKS, labels_part, labels_term
+from pretrain.objectives.objective import Objective, even_layers
 
 _REPLACING = 4  # this use of the seed; order, masking and dropout have other numbers
 
@@ -33,9 +33,7 @@ class Theseus(Objective):
 
     tasks: ClassVar[Any] = TASKS
     defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
-    reads_layers: ClassVar[bool] = True
-    replaces: ClassVar[bool] = True
-    parts: ClassVar[Any] = (Part("", 1.0, "the loss of the labels", "labelled", teacher=False),)
+    parts: ClassVar[Any] = (labels_part("", 1.0)._replace(reads=("head", "labels", "modules")),)
 
     name: Literal["theseus"] = "theseus"
     schedule: Literal["linear", "constant"] = "linear"

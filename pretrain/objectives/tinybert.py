@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from pretrain import RunError
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Shape, Term, wide
 from pretrain.objectives.finetune import TASKS
-from pretrain.objectives.objective import Objective, Part, even_layers, layer_pairs, layers_term
+from pretrain.objectives.objective import Objective, even_layers, layer_pairs, layers_term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -54,8 +55,6 @@ class TinyBert(Objective):
     # The paper compares models on text without masks.
     defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
     tasks: ClassVar[Any] = ("mlm", *TASKS)
-    reads_layers: ClassVar[bool] = True
-    sums_layers: ClassVar[bool] = True
 
     name: Literal["tinybert"] = "tinybert"
     attention: float = Field(1.0, ge=0, le=1e6)
@@ -90,9 +89,9 @@ class TinyBert(Objective):
         """Return the terms with a weight above 0."""
         squares = "mean squared difference of the attention scores"
         found = (
-            Part("attention", self.attention, squares, "pairs"),
-            Part("hidden", self.hidden, "that of the hidden states"),
-            Part("embedding", self.embedding, "that of the embeddings"),
+            Part("attention", self.attention, squares, "pairs", ("layers",), sums=True),
+            Part("hidden", self.hidden, "that of the hidden states", reads=("layers",), sums=True),
+            Part("embedding", self.embedding, "that of the embeddings", reads=("layers",)),
         )
         return tuple(part for part in found if part.weight > 0)
 

@@ -46,8 +46,8 @@ def test_properties_agree_with_the_terms(
     """Compare what is known before models are loaded with the terms themselves."""
     terms = objective.terms(STUDENT, TEACHER if objective.needs_teacher else None)
     assert [term.name for term in terms] == names
-    assert objective.compares == compares == any(term.needs_teacher for term in terms)
-    assert objective.needs_logits == any(isinstance(term, VocabularyTerm) for term in terms)
+    assert objective.needs.compares == compares == any(term.needs_teacher for term in terms)
+    assert objective.needs.logits == any(isinstance(term, VocabularyTerm) for term in terms)
     weighted = not isinstance(objective, MiniLM)  # whose three terms are one phrase
     assert objective.sentence.count(" x ") == weighted * len(terms)
     for term in terms:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant
-from pretrain.objectives.objective import Objective, Part
+from pretrain.objectives.objective import Objective
 from pretrain.tasks.task import Examples, Measure, Start, Task, own_terms
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ class Labels(Objective):
 
     tasks: ClassVar = ("toy",)
     needs_teacher: ClassVar[bool] = False
-    parts: ClassVar = (Part("", 1.0, "cross-entropy of the labels", "documents", teacher=False),)
+    parts: ClassVar = (
+        Part("", 1.0, "cross-entropy of the labels", "documents", ("labels",), teacher=False),
+    )
 
     name: Literal["labels"] = "labels"
 

@@ -66,18 +66,18 @@ class LabelledTask(Task):
             raise ValueError(
                 f"objective {name} needs `teacher:`, or, for shards with probabilities, `model:`"
             )
-        if config.objective.reads_layers and config.teacher is None:
+        if config.objective.needs.layers and config.teacher is None:
             raise ValueError(f"objective {name} reads a teacher's layers: name `teacher:`")
-        if config.objective.reads_layers and self.logits is not None:
+        if config.objective.needs.layers and self.logits is not None:
             raise ValueError(f"objective {name} runs its teacher in each step: remove task.logits")
         init = config.student.init
         elsewhere = config.model is not None or (isinstance(init, str) and init != "teacher")
-        if config.objective.replaces and elsewhere:
+        if config.objective.needs.modules and elsewhere:
             raise ValueError(
                 f"objective {name} keeps its teacher's embeddings and head: remove model, and set "
                 "student.init to teacher or a list of its layers"
             )
-        if self.logits is not None and not config.objective.soft_labels:
+        if self.logits is not None and not config.objective.needs.soft:
             raise ValueError(f"objective {name} reads no soft labels here: remove task.logits")
 
     def examples(self, start: Start) -> Examples:
@@ -94,8 +94,8 @@ class LabelledTask(Task):
         config, manifest = start.config, start.manifest
         check_kind(config.shards, manifest, self.name, self.kinds)
         shards, head = open_shards(config.shards), None
-        teacher = start.teacher if config.objective.compares else None
-        if teacher is not None and config.objective.soft_labels:
+        teacher = start.teacher if config.objective.needs.compares else None
+        if teacher is not None and config.objective.needs.soft:
             who = f"teacher {teacher.name}"
             head = load_task_head(who, teacher.name, OUTPUTS[manifest.kind])
             check_labels(who, head.labels, manifest.labels)
@@ -104,12 +104,12 @@ class LabelledTask(Task):
         transfer = self.transfer(config.shards, manifest, config.train.seed)
         found = LabelledExamples(shards, teacher, head, self.logits, transfer)
         soft = head is not None or self.logits is not None or "probs" in found.columns
-        if config.objective.soft_labels and not soft:
+        if config.objective.needs.soft and not soft:
             raise RunError(
                 f"{config.shards}: holds no probabilities, and there is no teacher: name one, or "
                 "prepare the examples with task.probabilities"
             )
-        if any(part.over == "labelled" for part in config.objective.parts) and not found.labelled:
+        if config.objective.needs.labels and not found.labelled:
             raise RunError(
                 f"{config.shards}: no training example has a label; take objective kd, or prepare "
                 "the examples with task.label"
@@ -147,7 +147,7 @@ class LabelledTask(Task):
         new = first_weights(config, student, head)
         if new and head.output == "score":
             head.begin_at(mean_score(config.shards))
-        if new and config.objective.replaces:
+        if new and config.objective.needs.modules:
             raise RunError(
                 f"objective {config.objective.name} keeps the teacher's head, and {config.teacher} "
                 f"has no {', '.join(new)} for this student: fine-tune the teacher on the task, and "
@@ -156,7 +156,7 @@ class LabelledTask(Task):
         note = f"the head of the task is new ({', '.join(new)})"
         if not new:
             note = "the head of the task began from that of the model"
-        if not config.objective.trains_head:
+        if not config.objective.needs.head:
             note += f"; objective {config.objective.name} does not train it"
         return [note]
 
@@ -262,7 +262,7 @@ class Classification(LabelledTask):
         if self.masked == self.ngrams == 0:
             return
         name, objective = config.objective.name, config.objective
-        if config.teacher is None or not objective.compares:
+        if config.teacher is None or not objective.needs.compares:
             raise ValueError(
                 f"task.masked and task.ngrams change texts, whose labels a teacher must tell: name "
                 f"`teacher:`, and an objective that compares with it (here {name})"

@@ -64,7 +64,7 @@ class MaskedLanguageModelling(Task):
 
     def use(self, objective: Objective) -> Use:
         """Return the use of a masked language model, or of an encoder."""
-        if not objective.needs_logits:
+        if not objective.needs.logits:
             return super().use(objective)
         code = 'from transformers import pipeline\n\nfill = pipeline("fill-mask", '
         return Use("transformers", "fill-mask", f'{code}model="PATH_OR_NAME")')
