@@ -9,51 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.contracts.terms import DISTILBERT_NAMES, Shape
+from pretrain.contracts.terms import Sizes
 from pretrain.data.order import Order
+from pretrain.model.architectures import architecture_of
 from pretrain.model.config_file import read_config
-from pretrain.model.model_config import Projected, Student
 from pretrain.run_folder import sealed_state
 
 FEWEST_STEPS = 200  # a student has hardly left its warm-up before
-_DISTILBERT = "distilbert"
-_CUT_TO_IT = ("bert", _DISTILBERT)  # families whose student is a DistilBERT by default
-
-
-class Sizes(NamedTuple):
-    """Hold the family of a model and its sizes, named as in `BertConfig`."""
-
-    family: str  # `model_type` of config.json
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Sizes | None:
-        """Return the sizes in a config.json; None if one is missing, which loading reports."""
-        family = values.get("model_type", "bert")  # old configs of BERT name none
-        names = DISTILBERT_NAMES if family == _DISTILBERT else {}
-        found = [values.get(names.get(field, field)) for field in cls._fields[1:]]
-        if not isinstance(family, str) or not all(isinstance(size, int) for size in found):
-            return None
-        return cls(family, *found)  # type: ignore[arg-type]
-
-    @property
-    def shape(self) -> Shape:
-        """Return what an objective checks."""
-        return Shape(self.num_hidden_layers, self.hidden_size, self.num_attention_heads)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.family}, {self.num_hidden_layers} layers x {self.hidden_size}, "
-            f"{self.num_attention_heads} heads"
-        )
 
 
 class Planned(NamedTuple):
@@ -97,59 +64,6 @@ def parameters(sizes: Sizes, rows: Planned, *, head: bool) -> int:
         embeddings = (words + rows.row_length + 4) * width
     own = width**2 + 3 * width + words if head else 0  # the words' matrix is that of embeddings
     return embeddings + sizes.num_hidden_layers * layer + own
-
-
-def student_sizes(config: Student, teacher: Sizes) -> Sizes:
-    """Return the sizes of a student that does not continue from a folder.
-
-    Raises:
-        RunError: the teacher lacks a layer or a layer of these sizes, or heads do not divide.
-    """
-    family = teacher.family
-    if config.architecture == "bilstm":
-        own = config.hidden_size or 300, config.num_layers or 1, 1
-        return Sizes("bilstm", *own, config.intermediate_size or 200)
-    if family == "bilstm":
-        raise RunError(
-            "a bilstm has no layers to copy: set student.architecture to bilstm, or continue from "
-            "the teacher's folder with student.init, too"
-        )
-    # By default a BERT is cut down to a DistilBERT, as in the paper, and others to their own kind.
-    if family in _CUT_TO_IT:
-        family = family if config.architecture == "same" else _DISTILBERT
-    elif config.architecture == _DISTILBERT:
-        raise RunError(
-            f"student.architecture distilbert: the teacher is a {family}, whose layers and tokens "
-            "a DistilBERT does not have; set student.architecture: same"
-        )
-    layers = teacher.num_hidden_layers
-    listed = config.init if isinstance(config.init, tuple) else ()
-    projects = isinstance(config.init, Projected)
-    num_layers = len(listed) or config.num_layers or max(1, layers // 2)
-    if (config.init == "teacher" or projects) and num_layers > layers:
-        raise RunError(
-            f"student.num_layers {num_layers} is more than the teacher's {layers}; "
-            "ask for fewer, or set student.init: random"
-        )
-    if bad := [layer for layer in listed if not 0 <= layer < layers]:
-        raise RunError(f"student.init: the teacher has layers 0 to {layers - 1}, not {bad[0]}")
-    sizes = Sizes(family, teacher.hidden_size, num_layers, *teacher[3:])
-    for name in ("hidden_size", "num_attention_heads", "intermediate_size"):
-        own, there = getattr(config, name), getattr(teacher, name)
-        if own not in (None, there) and (listed or config.init == "teacher"):
-            raise RunError(
-                f"student.{name} {own}: the teacher has {there}, so its layers cannot be "
-                "copied; set student.init: random, or {project: teacher} for fewer"
-            )
-        if projects and own is not None and own > there:
-            raise RunError(f"student.{name} {own}: is more than the teacher's {there}")
-        sizes = sizes._replace(**{name: own or there})
-    if sizes.hidden_size % sizes.num_attention_heads:
-        raise RunError(
-            f"student.hidden_size {sizes.hidden_size}: is not a multiple of the student's "
-            f"{sizes.num_attention_heads} heads; change it, or student.num_attention_heads"
-        )
-    return sizes
 
 
 def default_layers(num_teacher_layers: int, num_layers: int, period: int = 1) -> tuple[int, ...]:
@@ -219,7 +133,7 @@ def plan(
     elif isinstance(init, str) and init not in ("teacher", "random"):
         student = _sizes_at(init, made)
     elif teacher is not None:
-        student = student_sizes(config.student, teacher)
+        student = architecture_of(config.student.architecture).sizes(config.student, teacher)
     if student is not None and teacher is not None:
         config.objective.check(student.shape, teacher.shape)
     both = {"teacher": teacher, "student": student}

@@ -17,10 +17,12 @@ from launch.torchrun.hardware import Device, cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.contracts.process import HARDWARE
+from pretrain.contracts.terms import Sizes
 from pretrain.device.fitting import largest, sizes
 from pretrain.device.footprint import Footprint
 from pretrain.device.precision import check_precision
-from pretrain.plan import Plan, Planned, Sizes, plan
+from pretrain.model.architectures import architecture_of
+from pretrain.plan import Plan, Planned, plan
 from pretrain.run_folder import sealed_state
 
 if TYPE_CHECKING:
@@ -117,11 +119,12 @@ def compare_models(config: RunConfig, made: Made) -> None:
         return
     from pretrain.model.task_head import labels_of
     from pretrain.model.teacher import check_fit
-    from pretrain.tasks.labelled.examples import OUTPUTS, check_labels, config_of_head
+    from pretrain.tasks.labelled.examples import check_labels, config_of_head
     from pretrain.tasks.labelled.prediction import check_logits
+    from pretrain.tasks.task_heads import HEADS
 
     manifest = load_manifest(config.shards)
-    output = OUTPUTS.get(manifest.kind)
+    head = HEADS.get(manifest.kind)
     for key, name in config.sources().items():
         folder, state, who = Path(name), None, f"{key} {name}"
         if (sealed := sealed_state(folder)) is not None:
@@ -132,9 +135,9 @@ def compare_models(config: RunConfig, made: Made) -> None:
         if not is_teacher or config.model is None:  # else its tokenizer may be any
             same = is_teacher and config.teacher_vocabulary == "same"
             check_fit(who, folder, manifest, shards=config.shards, required=not same)
-        if is_teacher and output and config.task.has_head and config.objective.needs.soft:
-            raw = config_of_head(who, folder, state, output)
-            check_labels(who, labels_of(raw, output), manifest.labels)
+        if is_teacher and head and config.task.has_head and config.objective.needs.soft:
+            raw = config_of_head(who, folder, state, head.output)
+            check_labels(who, labels_of(raw, head.output), manifest.labels)
     if config.vectors is None and config.answers is not None and config.answers.is_file():
         check_logits(config.answers, manifest, None)
 
@@ -286,9 +289,7 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
         return ["memory: known once the config.json of its models can be read"], 0.0
     if found.rows is None:
         return [f"memory: known once {config.shards} exists, or with --tokens"], 0.0
-    from pretrain.model.families import FAMILIES
-
-    if not FAMILIES[found.student.family].attends:
+    if not architecture_of(found.student.family).attends:
         return [f"memory: no estimate for a {found.student.family}"], 0.0
     if where.memory is None:
         return ["memory: add --hardware NAME"], 0.0

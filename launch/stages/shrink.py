@@ -13,7 +13,9 @@ from launch.console import show
 from launch.stage_keys import PruneKeys, TrimKeys
 from launch.stages.stage import Compared, How, Made, real, version_of
 from pretrain import RunError
-from pretrain.plan import Planned, Sizes
+from pretrain.contracts.terms import Sizes
+from pretrain.model.architectures import architecture_of
+from pretrain.plan import Planned
 from pretrain.run_folder import check_model
 
 
@@ -165,8 +167,8 @@ class Prune(Written):
 
     def _check(self, sizes: Sizes) -> None:
         model, config = self.config.model, self.config
-        if sizes.family == "bilstm":
-            raise RunError(f"model {model}: a bilstm has no heads, and no feed-forward part")
+        if not architecture_of(sizes.family).attends:
+            raise RunError(f"model {model}: a {sizes.family} has no heads to prune")
         for key, of in (
             ("heads", sizes.num_attention_heads),
             ("intermediate_size", sizes.intermediate_size),

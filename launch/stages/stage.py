@@ -19,8 +19,9 @@ from launch.commands import quiet
 from launch.console import show
 from pretrain import RunError
 from pretrain.contracts.process import ExitCode
+from pretrain.contracts.terms import Sizes
 from pretrain.model.session import model_folder
-from pretrain.plan import Planned, Sizes
+from pretrain.plan import Planned
 from pretrain.run_folder import onnx_file, sealed_state
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from launch.torchrun.hardware import cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.contracts.process import ENDS_WITH_STDIN, LOGS, ExitCode, stop_on_signal
-from pretrain.plan import Planned, Sizes, parameters
+from pretrain.contracts.terms import Sizes
+from pretrain.plan import Planned, parameters
 from pretrain.run_folder import RESULT, another_run, recipe_changes, sealed_state
 
 _LOG, _LOCK = "logs/sweep.log", "sweep"  # in the folder of a run, and in that of the table

@@ -24,7 +24,7 @@ from pretrain import RunError
 from pretrain.bench.machine import peak_flops
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import Batch
-from pretrain.contracts.terms import Shape
+from pretrain.contracts.terms import Shape, Sizes
 from pretrain.device.memory import allocated, freed_memory_kept, out_of_memory
 from pretrain.device.precision import PRECISIONS, allow_tf32
 from pretrain.device.precision import choose as choose_precision
@@ -35,7 +35,7 @@ from pretrain.model.folder import model_config
 from pretrain.model.loading import known_family, reinitialise
 from pretrain.model.student import build_student
 from pretrain.model.teacher import Teacher
-from pretrain.plan import Planned, Sizes, flop
+from pretrain.plan import Planned, flop
 from pretrain.tasks.folders import TASKS
 from pretrain.tasks.mlm.examples import build_masking, masked_batch
 from pretrain.tasks.mlm.masking import Masking

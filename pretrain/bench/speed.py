@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain import RunError
-from pretrain.model.session import LOGITS, Session, model_folder
+from pretrain.contracts.terms import LOGITS
+from pretrain.model.session import Session, model_folder
 from pretrain.run_folder import onnx_file
 
 TOKENS, BATCH, BATCH_TOKENS = 16, 32, 64

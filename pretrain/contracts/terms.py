@@ -14,7 +14,7 @@ Shapes: N positions, V vocabulary, B rows, L row length, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,6 +35,10 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype.itemsize == 8 else x.float()
 
 
+# Names of the outputs of transformers' models with a head, and of ONNX graphs.
+LOGITS, ENDS = "logits", ("start_logits", "end_logits")
+
+_DISTILBERT = "distilbert"
 # Of a DistilBERT's config.json; other families name sizes as BERT does.
 DISTILBERT_NAMES = {
     "hidden_size": "dim",
@@ -51,6 +55,37 @@ class Shape(NamedTuple):
     hidden_size: int  # also the width of query, key and value, all heads side by side
     num_heads: int
     vector_size: int = 0  # width of a teacher's sentence vectors; 0 where none are compared
+
+
+class Sizes(NamedTuple):
+    """Hold the family of a model and its sizes, named as in `BertConfig`."""
+
+    family: str  # `model_type` of config.json
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Sizes | None:
+        """Return the sizes in a config.json; None if one is missing, which loading reports."""
+        family = values.get("model_type", "bert")  # old configs of BERT name none
+        names = DISTILBERT_NAMES if family == _DISTILBERT else {}
+        found = [values.get(names.get(field, field)) for field in cls._fields[1:]]
+        if not isinstance(family, str) or not all(isinstance(size, int) for size in found):
+            return None
+        return cls(family, *found)  # type: ignore[arg-type]
+
+    @property
+    def shape(self) -> Shape:
+        """Return what an objective checks."""
+        return Shape(self.num_hidden_layers, self.hidden_size, self.num_attention_heads)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.family}, {self.num_hidden_layers} layers x {self.hidden_size}, "
+            f"{self.num_attention_heads} heads"
+        )
 
 
 class Signal(NamedTuple):

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pretrain.config import RunConfig
-from pretrain.plan import Planned, Sizes, parameters
+from pretrain.contracts.terms import Sizes
+from pretrain.plan import Planned, parameters
 
 
 class _Bytes(NamedTuple):

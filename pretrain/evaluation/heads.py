@@ -24,14 +24,14 @@ from data_prep.shards.manifest import TOKEN_COUNTS
 from pretrain import RunError
 from pretrain.contracts.batch import IGNORE, Batch
 from pretrain.contracts.packing import find_documents
-from pretrain.contracts.terms import Signal
+from pretrain.contracts.terms import LOGITS, Signal
 from pretrain.device.gpu import check_kernels
 from pretrain.evaluation.validation import students_at_start
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.model.families import MaskedLM, encode, family_of, shape_of
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
-from pretrain.model.session import LOGITS, Session, batches, model_folder
+from pretrain.model.session import Session, batches, model_folder
 from pretrain.model.teacher import Teacher, check_fit, check_vocabulary, load_teacher
 from pretrain.monitor.figures import Figure, interval, resamples
 from pretrain.objectives.vocabulary_terms import cross_entropy, kl_divergence

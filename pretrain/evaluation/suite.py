@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import Split
 from pretrain import RunError
-from pretrain.evaluation.tasks import Measured, load_for_task, measure, metric_of
+from pretrain.evaluation.tasks import load_for_task, measure, metric_of
 from pretrain.monitor.figures import RESAMPLES, Figure, interval, share
 from pretrain.run_folder import has_other_shards, recorded
 from pretrain.tasks.labelled.examples import LabelledRows
 from pretrain.tasks.labelled.prediction import predict
+from pretrain.tasks.task_heads import Measured
 
 
 class Scored(NamedTuple):

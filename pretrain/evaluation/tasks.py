@@ -5,35 +5,32 @@ Shapes: R rows or pairs, L row length, C classes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from data_prep.messages import warn
-from data_prep.shards import Manifest, ShardSet, check, open_shards, read_listed
-from data_prep.shards.manifest import EXAMPLES, Split, texts_file
-from data_prep.tokens import of_shards
+from data_prep.shards import Manifest, ShardSet, check, open_shards
+from data_prep.shards.manifest import EXAMPLES, Split
 from pretrain import RunError
-from pretrain.contracts.batch import IGNORE
 from pretrain.device.gpu import check_kernels
 from pretrain.evaluation.encoders import load_encoder, unit
 from pretrain.model.config_file import read_config
 from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
-from pretrain.model.session import ENDS, LOGITS, Session, model_folder
-from pretrain.model.task_head import TaskHead, check_head, labels_of
+from pretrain.model.session import Session, model_folder
+from pretrain.model.task_head import CLASSES, TaskHead, check_head, labels_of
 from pretrain.model.teacher import check_fit, check_tokenizer
 from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
-from pretrain.tasks.labelled.examples import OUTPUTS, LabelledRows, check_labels, task_head_of
+from pretrain.tasks.labelled.examples import LabelledRows, check_labels, task_head_of
 from pretrain.tasks.labelled.prediction import by_length, predict
-from pretrain.tasks.task_metrics import best_span, counts, exact_match, f1, of_classes, of_scores
+from pretrain.tasks.task_heads import HEADS, Measured
 
 MEANINGS = {
     "score": "the figure of the task: its `metric`",
@@ -46,37 +43,7 @@ MEANINGS = {
     "exact match": "share of the questions whose answer is one of the data's",
     "retention": "the score divided by the teacher's over the same examples; none if that is 0",
 }
-_SCORES = {
-    "accuracy": ("accuracy",),
-    "mcc": ("mcc",),
-    "f1": ("f1",),
-    "f1 and accuracy": ("f1", "accuracy"),
-    "pearson and spearman": ("pearson", "spearman"),
-    "pearson": ("pearson",),
-    "spearman": ("spearman",),
-    "entity f1": ("entity f1",),
-    "exact match": ("exact match",),
-}
 _FEW = 50  # examples
-_USUAL = {
-    "classification": "accuracy",
-    "regression": "pearson and spearman",
-    "similarity": "pearson and spearman",
-    "token_classification": "entity f1",
-    "question_answering": "f1",
-}
-
-
-class Measured(NamedTuple):
-    """Hold what a model predicted: how to make figures of chosen examples."""
-
-    size: int  # examples
-    statistics: Callable[[NDArray[np.int64]], dict[str, float]]
-
-    def score(self, metric: str, some: NDArray[np.int64] | None = None) -> float:
-        """Return the score of the task on chosen examples, by default on all."""
-        every = np.arange(self.size)
-        return with_score(self.statistics(every if some is None else some), metric)["score"]
 
 
 def evaluate_tasks(
@@ -113,12 +80,13 @@ def evaluate_tasks(
 def measure(name: str, shards: ShardSet, *, same_vocabulary: bool = False) -> Measured:
     """Return what a model predicts on a split; see `evaluate_tasks`."""
     rows = LabelledRows(shards)
-    if rows.kind == "similarity":
-        guesses = cosines(load_encoder(name), texts_of(shards))
-        return _of_scores(rows.columns["score"], guesses)
+    if rows.kind not in HEADS:  # similarities, which no model has a head for
+        guesses = cosines(load_encoder(name), rows.texts())
+        return rows.predicts.measured(rows, rows.columns, guesses[:, None])
     if not rows.labelled:
         raise RunError(f"{shards.folder}: the {shards.split} split has no labels to compare with")
-    return measured_by(rows, logits_of(name, rows, same_vocabulary=same_vocabulary))
+    logits = logits_of(name, rows, same_vocabulary=same_vocabulary)
+    return rows.predicts.measured(rows, rows.columns, logits)
 
 
 def logits_of(
@@ -135,23 +103,6 @@ def logits_of(
     return predict(model, head.to(device), rows, device)
 
 
-def measured_by(
-    rows: LabelledRows, logits: NDArray[np.float32], places: NDArray[np.int64] | None = None
-) -> Measured:
-    """Return what logits say of the rows at some places, by default of all."""
-    if places is not None and len(places) < len(rows.ids):
-        columns = {name: values[places] for name, values in rows.columns.items()}
-    else:
-        columns = rows.columns
-    if rows.kind == "regression":
-        return _of_scores(columns["score"], logits[:, 0].astype(np.float64))
-    if rows.kind == "classification":
-        return _of_labels(columns["label"], logits, len(rows.names))
-    if rows.kind == "token_classification":
-        return _of_tags(columns["tags"], logits, rows.names)
-    return _of_answers(rows, logits)
-
-
 def check_file_fits(who: str, folder: Path, manifest: Manifest) -> None:
     """Refuse an ONNX file whose head, labels, vocabulary or positions are not the task's.
 
@@ -160,7 +111,7 @@ def check_file_fits(who: str, folder: Path, manifest: Manifest) -> None:
         folder: of the model.
         manifest: of the shards.
     """
-    raw, output = read_config(who, folder), OUTPUTS[manifest.kind]
+    raw, output = read_config(who, folder), HEADS[manifest.kind].output
     check_head(who, raw, output)
     check_labels(who, labels_of(raw, output), manifest.labels)
     check_fit(who, folder, manifest)
@@ -172,7 +123,7 @@ def logits_of_file(
     """Return the logits of an ONNX file; see `predict`."""
     shards, pad = rows.shards, rows.special.pad
     places = np.arange(len(shards)) if places is None else places
-    outputs = [LOGITS] if LOGITS in session.outputs else [*ENDS]
+    outputs = CLASSES[rows.predicts.output].outputs
     if missing := [name for name in outputs if name not in session.outputs]:
         raise RunError(f"{session.file}: has no output {missing[0]}, which the task needs")
     ids_RL, second_R = shards.rows(places).astype(np.int64), rows.columns["second"][places]
@@ -190,8 +141,8 @@ def logits_of_file(
 
 def figures(measured: Measured, metric: str) -> dict[str, Figure]:
     """Return all figures with their intervals, the task's first."""
-    values = with_score(measured.statistics(np.arange(measured.size)), metric)
-    drawn = [with_score(measured.statistics(some), metric) for some in resamples(measured.size)]
+    values = measured.figures(metric)
+    drawn = [measured.figures(metric, some) for some in resamples(measured.size)]
     found = {name: interval(value, [one[name] for one in drawn]) for name, value in values.items()}
     # Resamples of a few examples that are nearly all right hardly differ.
     shares = {"exact match", *(["accuracy"] if "mcc" in values else [])} & found.keys()
@@ -209,16 +160,10 @@ def retention(ours: Measured, theirs: Measured, metric: str) -> Figure:
     return interval(ratio(np.arange(ours.size)), [ratio(some) for some in resamples(ours.size)])
 
 
-def with_score(values: Mapping[str, float], metric: str) -> dict[str, float]:
-    """Return figures with the score of the task before them."""
-    parts = [values[name] for name in _SCORES[metric]]
-    return {"score": sum(parts) / len(parts), **values}
-
-
 def metric_of(manifest: Manifest) -> str:
     """Return which figure is the score of a task."""
     task = manifest.content[EXAMPLES]["task"]
-    return task.get("metric") or _USUAL[manifest.kind]
+    return task.get("metric") or HEADS.get(manifest.kind, HEADS["regression"]).metric
 
 
 def load_for_task(
@@ -237,92 +182,13 @@ def load_for_task(
             shards.folder,
             required=not same_vocabulary,
         )
-        head = task_head_of(name, loaded, OUTPUTS[rows.kind])
+        head = task_head_of(name, loaded, rows.predicts.output)
         check_labels(name, head.labels, manifest.labels)
         return loaded.model.eval(), head
 
     model, head = read_model(name, read, needs_head=False, of_task=True)
     check_row_length(name, model.config, shards.manifest)
     return model, head
-
-
-def texts_of(shards: ShardSet) -> list[dict[str, Any]]:
-    """Return the texts of a split's examples: "id", "text", "pair" and "answers"."""
-    data = read_listed(shards.folder, shards.manifest, texts_file(shards.split))
-    return [json.loads(line) for line in data.decode().splitlines()]
-
-
-def _of_labels(labels: Any, logits: Any, num: int) -> Measured:
-    there = labels != IGNORE
-    given, chosen = labels[there].astype(np.int64), _chosen(logits[there])
-    return Measured(len(given), lambda some: of_classes(given[some], chosen[some], num))
-
-
-def _chosen(logits: Any) -> Any:
-    """Return the class with the highest logit; -1 of a model that diverged, which chooses none."""
-    return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1)
-
-
-def _of_scores(scores: Any, guesses: Any) -> Measured:
-    there = ~np.isnan(scores)
-    given, ours = scores[there].astype(np.float64), guesses[there]
-    return Measured(len(given), lambda some: of_scores(ours[some], given[some]))
-
-
-def _of_tags(tags: Any, logits: Any, labels: Sequence[str]) -> Measured:
-    chosen, names_of = _chosen(logits), [*labels, "?"]  # the last one stands for no choice
-    found, right, words = [], [], []
-    for given, ours in zip(tags, chosen, strict=True):
-        there = given != IGNORE
-        names = [[names_of[i] for i in some[there]] for some in (given, ours)]
-        found.append(counts(*names))
-        right.append(np.count_nonzero(given[there] == ours[there]))
-        words.append(np.count_nonzero(there))
-    table, num_right, num_words = np.array(found), np.array(right), np.array(words)
-
-    def statistics(some: NDArray[np.int64]) -> dict[str, float]:
-        hits, guessed, known = table[some].sum(0)
-        both = guessed + known
-        accuracy = num_right[some].sum() / max(1, num_words[some].sum())
-        return {"entity f1": 2 * float(hits) / both if both else 0.0, "accuracy": float(accuracy)}
-
-    return Measured(len(table), statistics)
-
-
-def _of_answers(rows: LabelledRows, logits: Any) -> Measured:
-    """Choose the best answer of all rows of a question, and compare it with the data's."""
-    shards, known = rows.shards, texts_of(rows.shards)
-    # SQuAD 2 has questions without an answer; then nothing may be the best one.
-    may_lack = any(example["answers"] == [] for example in known)
-    task = shards.manifest.content[EXAMPLES]
-    backend = of_shards(shards.folder, shards.manifest).backend
-    backend.enable_truncation(task["max_length"], stride=task["stride"], strategy="only_second")
-    row, pairs = 0, []
-    for example in known:
-        encoding = backend.encode(example["text"], example["pair"])
-        best, nothing = (-np.inf, ""), np.inf
-        for part in (encoding, *encoding.overflowing):
-            assert rows.ids[row] == example["id"]
-            inside = np.array([number == 1 for number in part.sequence_ids])
-            size = len(inside)
-            score, first, last = best_span(logits[row, :size, 0], logits[row, :size, 1], inside)
-            begin, end = part.offsets[first][0], part.offsets[last][1]
-            best = max(best, (score, example["pair"][begin:end].strip()))
-            nothing = min(nothing, float(logits[row, 0].sum()))
-            row += 1
-        if example["answers"] is None:  # it has no label
-            continue
-        if may_lack and nothing > best[0]:
-            best = (nothing, "")
-        answers = [text for _, text in example["answers"]]
-        pairs.append((exact_match(best[1], answers), f1(best[1], answers)))
-    table = np.array(pairs)
-
-    def statistics(some: NDArray[np.int64]) -> dict[str, float]:
-        exact, common = table[some].mean(0)
-        return {"f1": float(common), "exact match": float(exact)}
-
-    return Measured(len(table), statistics)
 
 
 def cosines(

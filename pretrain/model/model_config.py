@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from data_prep.keys import Keys
+from pretrain.model.architectures import architecture_of
 
 # Keys of `model:` that `init` determines, so they must not be set.
 OF_INIT = (
@@ -116,23 +117,13 @@ class Student(Keys):
     @model_validator(mode="before")
     @classmethod
     def _no_layers_to_copy(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("architecture") == "bilstm":
+        if isinstance(values, dict) and not architecture_of(values.get("architecture")).attends:
             return {"init": "random", **values}
         return values
 
     @model_validator(mode="after")
-    def _fits_a_bilstm(self) -> Student:
-        if self.architecture != "bilstm":
-            if self.word_vectors is not None:
-                raise ValueError("word_vectors are of a bilstm: remove them, or set architecture")
-        elif self.init == "teacher" or not isinstance(self.init, str):
-            raise ValueError("init: a bilstm has no layers of its teacher; remove it")
-        elif self.init != "random" and self.word_vectors is not None:
-            raise ValueError("init: a folder has its own words: remove word_vectors")
-        elif self.num_attention_heads is not None or self.attention_dropout != 0.1:
-            raise ValueError("a bilstm has no attention: remove its heads and attention_dropout")
-        elif (self.hidden_size or 2) % 2:
-            raise ValueError("hidden_size of a bilstm is that of both directions: an even number")
+    def _fits_its_architecture(self) -> Student:
+        architecture_of(self.architecture).check(self)
         return self
 
     @model_validator(mode="after")

@@ -18,8 +18,7 @@ from data_prep.messages import extra, first_line
 from pretrain import RunError
 from pretrain.run_folder import onnx_file
 
-VECTOR, HIDDEN, LOGITS = "sentence_embedding", "last_hidden_state", "logits"
-ENDS = "start_logits", "end_logits"  # outputs of a question-answering model
+VECTOR, HIDDEN = "sentence_embedding", "last_hidden_state"
 _TOKENS = 2**13  # tokens in a batch of texts, with padding
 _VALUES = 2**26  # numbers in the outputs of a batch: 256 MiB
 

@@ -21,17 +21,18 @@ from transformers import DistilBertForMaskedLM
 from data_prep.messages import first_line
 from data_prep.shards import Manifest
 from pretrain import RunError
+from pretrain.contracts.terms import Sizes
+from pretrain.model.architectures import architecture_of
 from pretrain.model.cut import Cuts, Way, cut_into, ways
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
-from pretrain.model.families.bi_lstm import BiLstm
 from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length, reinitialise
 from pretrain.model.model_config import Model, Projected, Student
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
 from pretrain.model.word_vectors import read_vectors
-from pretrain.plan import Sizes, default_layers, student_sizes
+from pretrain.plan import default_layers
 from pretrain.run_folder import check_source
 
 
@@ -114,12 +115,12 @@ def build_student(
     assert given is not None
     continues = isinstance(config.init, str) and config.init not in ("teacher", "random")
     copies = config.model_copy(update={"init": "random"}) if continues else config
-    planned = student_sizes(copies, given)
+    planned = architecture_of(copies.architecture).sizes(copies, given)
     architecture, num_layers = planned.family, planned.num_hidden_layers
     family = FAMILIES[architecture]
     sizes = {name: getattr(config, name) for name in _SIZES if getattr(config, name) is not None}
     vectors = None
-    if architecture == BiLstm.model_type and not continues:
+    if not family.attends and not continues:
         vectors = read_vectors(config, teacher)
         sizes = {n: getattr(planned, n) for n in ("hidden_size", "intermediate_size")}
         width = config.word_vectors or 300 if vectors is None else vectors.width

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,34 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from pretrain import RunError
+from pretrain.contracts.terms import ENDS, LOGITS
 from pretrain.model.distillation import HEAD
 from pretrain.model.families import MaskedLM
 
 Output = Literal["classes", "score", "tags", "span"]
-_CLASSES: dict[Output, Any] = {
-    "classes": AutoModelForSequenceClassification,
-    "score": AutoModelForSequenceClassification,
-    "tags": AutoModelForTokenClassification,
-    "span": AutoModelForQuestionAnswering,
+
+
+class HeadClass(NamedTuple):
+    """Hold transformers' class of a head."""
+
+    auto: Any
+    outputs: tuple[str, ...] = (LOGITS,)  # of the model, and of its ONNX graph
+    problem: str | None = None
+    names: tuple[str, ...] = ()  # of its logits, where no data name them
+
+    @property
+    def end(self) -> str:
+        """Return how the names of its models' classes end."""
+        name: str = self.auto.__name__
+        return name.removeprefix("AutoModel")
+
+
+_SEQUENCE = AutoModelForSequenceClassification
+CLASSES: dict[Output, HeadClass] = {
+    "classes": HeadClass(_SEQUENCE, problem="single_label_classification"),
+    "score": HeadClass(_SEQUENCE, problem="regression", names=("LABEL_0",)),
+    "tags": HeadClass(AutoModelForTokenClassification),
+    "span": HeadClass(AutoModelForQuestionAnswering, ENDS, names=("start", "end")),
 }
 # The dropouts of heads, by their keys of config.json.
 _DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
@@ -51,7 +70,7 @@ class TaskHead(nn.Module):
         super().__init__()
         self.output, self.labels = output, tuple(labels)
         with torch.device("meta"):  # the encoder's weights are not needed
-            self.model = _CLASSES[output].from_config(task_config(config, output, labels))
+            self.model = CLASSES[output].auto.from_config(task_config(config, output, labels))
         prefix = self.model.base_model_prefix
         encoder = getattr(self.model, prefix)
         setattr(self.model, prefix, _Given(getattr(encoder, "pooler", None)))
@@ -64,10 +83,8 @@ class TaskHead(nn.Module):
         mask_EP = there_EP.long()
         mask_EP[:, 0] = 1
         found = self.model(inputs_embeds=hidden_EPD, attention_mask=mask_EP)
-        if self.output == "span":
-            return torch.stack([found.start_logits, found.end_logits], dim=-1)
-        logits: Tensor = found.logits
-        return logits
+        logits: list[Tensor] = [found[name] for name in CLASSES[self.output].outputs]
+        return logits[0] if len(logits) == 1 else torch.stack(logits, dim=-1)
 
     def begin_at(self, score: float) -> None:
         """Let a new head of one score begin at a value: a mean costs no steps to find."""
@@ -105,11 +122,10 @@ class _Given(nn.Module):
 def task_config(config: Any, output: Output, labels: Sequence[str]) -> Any:
     """Return the config of a model with a head."""
     found = copy.deepcopy(config)
-    names = list(labels) if labels else ["LABEL_0"] if output == "score" else ["start", "end"]
+    names = labels or CLASSES[output].names
     found.id2label = dict(enumerate(names))
     found.label2id = {name: i for i, name in enumerate(names)}
-    kinds = {"classes": "single_label_classification", "score": "regression"}
-    found.problem_type = kinds.get(output)
+    found.problem_type = CLASSES[output].problem
     rate = next((getattr(config, key) for key in _HIDDEN if hasattr(config, key)), 0.0)
     for key in _DROPOUTS:
         if hasattr(found, key):
@@ -125,7 +141,7 @@ def with_head(encoder: MaskedLM, head: TaskHead) -> PreTrainedModel:
     """Return a model of transformers' class for the task, with an encoder and a head."""
     config = task_config(encoder.config, head.output, head.labels)
     with torch.device("meta"):
-        model: Any = _CLASSES[head.output].from_config(config)
+        model: Any = CLASSES[head.output].auto.from_config(config)
     base = encoder.base_model
     prefix = model.base_model_prefix
     state = {f"{prefix}.{name}": tensor for name, tensor in base.state_dict().items()}
@@ -146,7 +162,7 @@ def with_head(encoder: MaskedLM, head: TaskHead) -> PreTrainedModel:
 
 def labels_of(raw: Mapping[str, Any], output: Output) -> list[str]:
     """Return the classes that a config.json names, in the order of their numbers."""
-    if output not in ("classes", "tags"):
+    if CLASSES[output].names:
         return []
     names = raw.get("id2label")
     if isinstance(names, dict) and names:
@@ -157,8 +173,8 @@ def labels_of(raw: Mapping[str, Any], output: Output) -> list[str]:
 def output_of(raw: Mapping[str, Any]) -> Output | None:
     """Return what the head in a config.json predicts; None of another one."""
     name = str((raw.get("architectures") or [""])[0])
-    for output, kind in _CLASSES.items():
-        if name.endswith(kind.__name__.removeprefix("AutoModel")):
+    for output, kind in CLASSES.items():
+        if name.endswith(kind.end):
             one = output == "classes" and len(labels_of(raw, output)) == 1
             return "score" if one else output
     return None
@@ -169,8 +185,7 @@ def check_head(who: str, raw: Mapping[str, Any], output: Output) -> None:
 
     One weight has the same name and shape in a classifier and in a tagger.
     """
-    names, wanted = raw.get("architectures") or [], _CLASSES[output].__name__
-    wanted = wanted.removeprefix("AutoModel")
+    names, wanted = raw.get("architectures") or [], CLASSES[output].end
     if isinstance(names, list) and names and not str(names[0]).endswith(wanted):
         head = wanted.removeprefix("For")
         raise RunError(
@@ -206,7 +221,7 @@ def read_task_head(
     with torch.no_grad():
         missing = head.load(tensors)
     if missing:
-        wanted = _CLASSES[output].__name__.removeprefix("AutoModelFor")
+        wanted = CLASSES[output].end.removeprefix("For")
         raise RunError(
             f"{who}: it has no head for {wanted} of {len(labels) or 1} output(s) ({missing[0]} is "
             "not in its weights); fine-tune it on the task first"

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant, wide
-from pretrain.objectives.finetune import TASKS, answers, labels_part, labels_term
+from pretrain.objectives.finetune import TASKS, labels_part, labels_term
 from pretrain.objectives.objective import Objective
 
 if TYPE_CHECKING:
@@ -85,9 +85,8 @@ def soft_term(weight: float, temperature: float | None) -> SignalTerm:
 
     Without a temperature it is the squared difference, not the KL divergence.
     """
-    from torch.nn.functional import kl_div
-
     from pretrain.contracts.batch import PLACES
+    from pretrain.tasks.task_heads import head_of
 
     def total(
         student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
@@ -99,22 +98,6 @@ def soft_term(weight: float, temperature: float | None) -> SignalTerm:
             theirs = labels["teacher_logits"].to(ours.dtype)
         else:
             theirs = labels["probs"].to(ours.dtype).clamp(min=1e-8).log()
-        if temperature is None or ours.shape[-1] == 1:
-            squares = (ours - theirs).square().sum(-1)
-            if squares.dim() == 2:  # tags and answers: the mean over the tokens of a row
-                squares = (squares * there_EP).sum(1) / there_EP.sum(1).clamp(min=1)
-            return (squares * there_EP[:, 0]).sum()
-        scale = 1.0
-        if "start" in labels:  # a distribution over the positions of a row
-            ours, theirs = (answers(logits, there_EP).mT for logits in (ours, theirs))
-            scale = 0.5
-        log_s, log_t = ((logits / temperature).log_softmax(-1) for logits in (ours, theirs))
-        values = kl_div(log_s, log_t, reduction="none", log_target=True).sum(-1)
-        if "tags" in labels:
-            # A mean over the tokens of a row, so that this term too is a mean over rows.
-            values = (values * there_EP).sum(1) / there_EP.sum(1).clamp(min=1)
-            return values.sum() * temperature**2
-        there = there_EP[:, :1] if values.dim() == 2 else there_EP[:, 0]
-        return (values * there).sum() * scale * temperature**2
+        return head_of(labels).soft(ours, theirs, there_EP, temperature)
 
     return SignalTerm("soft", constant(weight), "sequences", total, True)

@@ -26,10 +26,9 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from data_prep.shards import load_manifest, open_shards
 from pretrain import RunError
-from pretrain.contracts.batch import IGNORE
 from pretrain.evaluation.encoders import FEWEST_PAIRS, scored_pairs, unit, validation_texts
 from pretrain.evaluation.heads import Head, masked_blocks
-from pretrain.evaluation.tasks import check_file_fits, logits_of_file, measured_by, metric_of
+from pretrain.evaluation.tasks import check_file_fits, logits_of_file, metric_of
 from pretrain.export.onnx.graph import write
 from pretrain.model.session import OnnxEncoder, Session, vectors_of
 from pretrain.model.teacher import check_fit
@@ -200,33 +199,18 @@ def _of_task(source: Path, shards: Path) -> Gate:
     """Score a file on the validation examples of a task."""
     rows = LabelledRows(open_shards(shards, "validation"))
     num, metric = len(rows.ids), metric_of(rows.shards.manifest)
-    tags = rows.columns.get("tags")
     places = np.arange(min(ROWS, num)) * num // min(ROWS, num)
-    if rows.kind == "question_answering":  # an answer is chosen among all rows of its text
+    if rows.predicts.whole_texts:
         places = np.arange(num)
+    columns = {name: values[places] for name, values in rows.columns.items()}
 
     def answers(file: Path) -> Answers:
         logits = logits_of_file(Session(file), rows, places)
-        measured = measured_by(rows, logits, places)
-        said = decided(rows.kind, logits, None if tags is None else tags[places])
+        measured = rows.predicts.measured(rows, columns, logits)
+        said = rows.predicts.decided(logits, columns)
         return Answers(said, measured.size, partial(measured.score, metric))
 
     return Gate(metric, f"{len(places):,} examples", answers(source), answers)
-
-
-def decided(kind: str, logits: NDArray[Any], tags: NDArray[Any] | None) -> NDArray[Any]:
-    """Return what logits [R, C], [R, L, C] or [R, L, 2] choose: scores [R], or guesses [N].
-
-    Of token classification only words count, whose tag [R, L] is not -100.
-    """
-    if kind == "question_answering":  # the tokens of a row compete
-        return logits.argmax(1).flatten()
-    if logits.ndim == 2 and logits.shape[1] == 1:
-        return logits[:, 0].astype(np.float64)
-    chosen = logits.argmax(-1)
-    if tags is not None:
-        chosen = chosen[tags[:, : chosen.shape[1]] != IGNORE]
-    return chosen
 
 
 def quantise(source: Path, file: Path, metadata: Mapping[str, str]) -> None:

@@ -51,11 +51,11 @@ from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
 from pretrain.model.task_head import TaskHead, check_head, with_head
 from pretrain.model.teacher import check_tokenizer
-from pretrain.objectives.finetune import answers
 from pretrain.shrink.smaller import write_smaller
-from pretrain.tasks.labelled.examples import OUTPUTS, LabelledRows, check_labels, task_head_of
+from pretrain.tasks.labelled.examples import LabelledRows, check_labels, task_head_of
 from pretrain.tasks.mlm.examples import MaskedRows, evaluation_masking
 from pretrain.tasks.task import Examples
+from pretrain.tasks.task_heads import HEADS, head_of
 
 
 class Units(NamedTuple):
@@ -189,9 +189,9 @@ def prune(
 
 def check_kind(who: str, folder: Path, manifest: Manifest, shards: Path) -> None:
     """Refuse a model's folder whose head is not for the shards; RunError says what would be."""
-    raw, output = read_config(who, folder), OUTPUTS.get(manifest.kind)
-    if output is not None:
-        check_head(who, raw, output)
+    raw = read_config(who, folder)
+    if manifest.kind in HEADS:
+        check_head(who, raw, HEADS[manifest.kind].output)
         return
     name = str((raw.get("architectures") or [""])[0])
     if manifest.kind or not name.endswith("ForMaskedLM"):
@@ -206,8 +206,8 @@ def calibration(
 ) -> tuple[Calibration, dict[str, bytes]]:
     """Return a model with rows to score it on, on a GPU if there is one, and its tokenizer."""
     manifest = shards.manifest
-    output = OUTPUTS.get(manifest.kind)
-    if manifest.kind and output is None:
+    of_task = HEADS.get(manifest.kind)
+    if manifest.kind and of_task is None:
         raise RunError(
             f"{shards.folder}: holds {manifest.kind}, whose models have no head to prune"
         )
@@ -226,14 +226,14 @@ def calibration(
             shards.folder, manifest, length, types=types and manifest.pairs
         )
         model.to(device)
-        if output is None:
+        if of_task is None:
             examples = MaskedRows(shards, evaluation_masking(manifest, _MASKED))
             return Calibration(model, None, examples, numbers, seed), tokenizer
-        head = task_head_of(name, loaded, output).eval().requires_grad_(False).to(device)
+        head = task_head_of(name, loaded, of_task.output).eval().requires_grad_(False).to(device)
         check_labels(name, head.labels, manifest.labels)
         return Calibration(model, head, LabelledRows(shards), numbers, seed), tokenizer
 
-    task = output is not None
+    task = of_task is not None
     return read_model(name, read, needs_head=not task, of_task=task)
 
 
@@ -302,30 +302,43 @@ class Calibration:
             # Of each row its own numbers, so that they do not depend on its batch.
             order = rows["number"].tolist() if "number" in rows else some.tolist()
             draws = [np.random.default_rng([self.seed, n]).random(2 + ids.shape[1]) for n in order]
-            there = _there(batch, self.head).sum(1).tolist()
+            there = self.slots(batch).sum(1).tolist()
             drawn = np.concatenate([u[:num] for u, num in zip(draws, there, strict=True)])
             yield batch, torch.from_numpy(drawn).to(self.model.device)
 
     def outputs(self, batch: Batch) -> Tensor:
         """Return the outputs of the model [R, C]: logits of distributions, or scores."""
-        model, labels, there = self.model, batch.labels, _there(batch, self.head)
+        model, labels = self.model, batch.labels
         encoded = encode(model, batch.input_ids, batch.packing, types=labels.get(TYPES))
         hidden = encoded.last_hidden_state
         if self.head is None:
+            there = self.slots(batch)
             place = labels["positions"].long()[there]
             projection = family_of(model).projection(model, hidden[there.nonzero()[:, 0], place])
             tokens = self.examples.shards.manifest.tokenizer.vocab_size
             return F.linear(*projection.first(tokens))
         logits = self.head(*apart(hidden, labels[PLACES]))
-        if self.head.output == "span":
-            return answers(logits, labels[PLACES] >= 0).mT.flatten(0, 1)
-        return logits[there] if self.head.output == "tags" else logits
+        return head_of(labels).outputs(logits, labels[PLACES] >= 0)
+
+    def slots(self, batch: Batch) -> Tensor:
+        """Return which slots of each row are an output."""
+        labels = batch.labels
+        if self.head is None:
+            return labels["masked"] != IGNORE
+        return head_of(labels).slots(labels[PLACES] >= 0)
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Return the label of each output; IGNORE or NaN is none."""
+        labels = batch.labels
+        if self.head is None:
+            return labels["masked"][self.slots(batch)]
+        return head_of(labels).targets(labels, labels[PLACES] >= 0)
 
     def loss(self, kind: Loss, p: Tensor, q: Tensor | None, batch: Batch, drawn: Tensor) -> Tensor:
         """Return the sum of the losses of outputs p; labels need no q of the whole model."""
-        scores = self.head is not None and self.head.output == "score"
+        labels = self.targets(batch)
+        scores = labels.is_floating_point()
         if kind == "labels":
-            labels = _labels(batch, _there(batch, self.head))
             if scores:
                 return (p[:, 0] - labels).square()[~labels.isnan()].sum()
             return F.cross_entropy(p, labels.long(), reduction="sum")
@@ -339,27 +352,6 @@ class Calibration:
         below = q.double().softmax(-1).cumsum(-1) < drawn[:, None]
         labels = below.sum(-1).clamp(max=q.shape[1] - 1)
         return F.cross_entropy(p, labels, reduction="sum")
-
-
-def _there(batch: Batch, head: TaskHead | None) -> Tensor:
-    """Return which slots of each row are an output."""
-    if head is None:
-        return batch.labels["masked"] != IGNORE
-    places_EP = batch.labels[PLACES]
-    if head.output == "tags":
-        return places_EP >= 0
-    return places_EP.new_ones(len(places_EP), 2 if head.output == "span" else 1).bool()
-
-
-def _labels(batch: Batch, there: Tensor) -> Tensor:
-    """Return the label of each output; IGNORE or NaN is none."""
-    labels = batch.labels
-    if "start" in labels:
-        return torch.stack([labels["start"], labels["end"]], dim=1).flatten()
-    tokens = next((labels[name] for name in ("tags", "masked") if name in labels), None)
-    if tokens is not None:
-        return tokens[there]
-    return labels["class"] if "class" in labels else labels["score"].float()
 
 
 @contextmanager

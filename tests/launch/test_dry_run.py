@@ -21,9 +21,10 @@ from launch.config import load_config
 from launch.stages.estimate import planned_rates
 from launch.torchrun.hardware import cores
 from pretrain.config import RunConfig
+from pretrain.contracts.terms import Sizes
 from pretrain.device.footprint import Footprint
 from pretrain.monitor.progress import Pace
-from pretrain.plan import Planned, Sizes, plan
+from pretrain.plan import Planned, plan
 
 Distil = Callable[..., Any]
 BASE = {

@@ -301,7 +301,7 @@ def test_what_a_bilstm_cannot_do_is_refused(tmp_path: Path) -> None:
     task_data.make(tmp_path / "tags", "token_classification")
     task_data.save_model(tmp_path / "tagger", "bert", "token_classification")
     tags = {"shards": str(tmp_path / "tags" / "shards"), "teacher": str(tmp_path / "tagger")}
-    with refused("has a head for classes and scores"):
+    with refused("has a head for classes and score"):
         runs.start(values | tags | {"task": {"name": "token_classification"}})
     runs.start(values, stop_after=1)
     again = {"teacher": values["output"], "student": {}, "output": str(tmp_path / "again")}

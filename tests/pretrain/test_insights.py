@@ -57,7 +57,7 @@ def test_each_loss_is_its_formula(on: dict[str, int]) -> None:
         for h, z in zip(hidden, logits, strict=True)
     ]
     nothing = torch.zeros(0)
-    labels = {PLACES: places, "class": classes, "teacher_logits": logits[1]}
+    labels = {PLACES: places, "label": classes, "teacher_logits": logits[1]}
     batch = Batch(nothing, nothing, 0, labels, {}, np.zeros((0, 2), np.int64))
     terms: Any = objective.terms(Shape(2, 4, 2), Shape(4, 4, 2))
     found = sum(t.weight(0) * t.total(*models, batch, torch.nn.ModuleDict()) for t in terms)

@@ -35,8 +35,9 @@ from pretrain.export.onnx import write as writing
 from pretrain.export.onnx.graph import clean, compare, load_graph, precision_of, write, write_graph
 from pretrain.model.session import Session
 from pretrain.run_folder import onnx_file
-from pretrain.shrink.int8 import Answers, Gate, agreement, decided, gate, quantise
+from pretrain.shrink.int8 import Answers, Gate, agreement, gate, quantise
 from pretrain.tasks.embedding.modules import write_modules
+from pretrain.tasks.task_heads import HEADS
 
 Settings = Callable[..., dict[str, Any]]
 NARROW = {"architecture": "same", "num_layers": 2, "init": "teacher"}
@@ -424,13 +425,13 @@ def test_answers_are_compared_over_tokens_and_tags_over_classes(
     other[1, changed, 1] = 2.0
     tags = np.zeros((2, 9), dtype=np.int16)  # all are words, but for padding
     tags[:, 7:] = -100
-    said = [decided(kind, logits, tags) for logits in (other, known)]
+    said = [HEADS[kind].decided(logits, {"tags": tags}) for logits in (other, known)]
     assert agreement(*said) == pytest.approx(same)
 
 
 def test_scores_and_vectors_are_compared_by_correlation_and_cosine() -> None:
     scores = np.array([[1.0], [2.0], [4.0]], dtype=np.float32)
-    first = decided("regression", scores, scores)
+    first = HEADS["regression"].decided(scores, {})
     assert agreement(first, 3 - 2 * first) == pytest.approx(-1.0)
     vectors = np.array([[1.0, 0.0], [0.0, 2.0]], dtype=np.float32)
     assert agreement(vectors, np.array([[3.0, 0.0], [1.0, 0.0]])) == pytest.approx(0.5)

@@ -10,11 +10,12 @@ import torch
 
 from pretrain.bench.micro_step import Step, random_models, rows_of
 from pretrain.config import RunConfig
-from pretrain.contracts.terms import DISTILBERT_NAMES
+from pretrain.contracts.terms import DISTILBERT_NAMES, Sizes
 from pretrain.device.footprint import Footprint
 from pretrain.device.memory import allocated
+from pretrain.model.architectures import architecture_of
 from pretrain.model.families import FAMILIES
-from pretrain.plan import Planned, Sizes, parameters, student_sizes
+from pretrain.plan import Planned, parameters
 
 WORDS, LENGTH = 4000, 128
 SIZES = {
@@ -44,7 +45,13 @@ def config(folder: Path, family: str, length: int = LENGTH, **sections: Any) -> 
 def planned(run: RunConfig, family: str, length: int = LENGTH) -> Footprint:
     teacher = Sizes(family, *SIZES.values())
     rows = Planned(8, 8 * length, length, WORDS)
-    return Footprint(run, student_sizes(run.student, teacher), teacher, rows, "cpu")
+    return Footprint(
+        run,
+        architecture_of(run.student.architecture).sizes(run.student, teacher),
+        teacher,
+        rows,
+        "cpu",
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +122,9 @@ def test_a_plan_knows_the_gradient_of_a_large_vocabulary(tmp_path: Path) -> None
     run = config(tmp_path, "roberta", objective={"name": "embedding"})
     rows = Planned(8, 8 * LENGTH, LENGTH, 250_000)
     sizes = Sizes("roberta", *SIZES.values())
-    plan = Footprint(run, student_sizes(run.student, sizes), sizes, rows, "cpu")
+    plan = Footprint(
+        run, architecture_of(run.student.architecture).sizes(run.student, sizes), sizes, rows, "cpu"
+    )
     assert plan.micro_step(1, held=True) >= 250_000 * SIZES["hidden_size"] * 4
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ from torchmetrics.functional.text.squad import squad
 from pretrain import RunError
 from pretrain.evaluation.encoders import compare_vectors
 from pretrain.evaluation.suite import Scored, differences, figures_of, rooms, sign
-from pretrain.evaluation.tasks import Measured, _of_labels, _of_tags, figures, retention
+from pretrain.evaluation.tasks import figures, retention
 from pretrain.monitor.figures import Figure, share
+from pretrain.tasks.task_heads import HEADS, Measured
 from pretrain.tasks.task_metrics import (
     Entity,
     best_span,
@@ -101,10 +104,13 @@ def test_entities_are_those_of_seqeval(kinds: list[str], prefixes: str) -> None:
 
 def test_a_classifier_that_diverged_is_never_right() -> None:
     labels, logits = np.array([0, 0, 1]), np.array([[np.nan, 1.0], [1.0, 0.0], [np.nan, np.nan]])
-    found = _of_labels(labels, logits, 2).statistics(np.arange(3))
+    rows: Any = SimpleNamespace(names=["O", "B-A"])
+    classes = HEADS["classification"].measured(rows, {"label": labels}, logits)
+    found = classes.statistics(np.arange(3))
     mcc = matthews_corrcoef(labels, [-1, 0, -1])
     assert found == {"accuracy": 1 / 3, "f1": 0.0, "mcc": pytest.approx(mcc)}
-    tags = _of_tags(labels[None], logits[None], ["O", "B-A"]).statistics(np.arange(1))
+    of_tags = HEADS["token_classification"].measured(rows, {"tags": labels[None]}, logits[None])
+    tags = of_tags.statistics(np.arange(1))
     assert tags == {"entity f1": 0.0, "accuracy": 1 / 3}
     with pytest.raises(RunError, match="a vector is not finite"):
         compare_vectors(np.full((8, 4), np.nan, np.float32), np.ones((8, 4), np.float32))

@@ -46,12 +46,13 @@ from pretrain.model.folder import read_model
 from pretrain.model.model_config import Student
 from pretrain.model.student import build_student
 from pretrain.model.task_head import TaskHead
-from pretrain.objectives.finetune import labels_term, loss_of_labels
+from pretrain.objectives.finetune import labels_term
 from pretrain.objectives.kd import soft_term
 from pretrain.tasks.labelled import task as labelled_task
-from pretrain.tasks.labelled.examples import OUTPUTS, LabelledRows, logits_by, task_head_of
+from pretrain.tasks.labelled.examples import LabelledRows, logits_by, task_head_of
 from pretrain.tasks.labelled.prediction import predict
 from pretrain.tasks.task import Measure
+from pretrain.tasks.task_heads import HEADS, head_of
 
 KINDS = ("classification", "regression", "token_classification", "question_answering")
 FAMILIES = ("bert", "distilbert", "roberta", "modernbert")
@@ -198,7 +199,7 @@ def test_the_losses_of_labels_equal_their_formulas() -> None:
     z = draw.normal(size=(3, 4))
     label = np.array([2, -100, 0])
     expected = -sum(np.log(softmax(z[i])[label[i]]) for i in (0, 2))
-    assert of_labels(z, mask, {"class": label}) == pytest.approx(expected, rel=1e-12)
+    assert of_labels(z, mask, {"label": label}) == pytest.approx(expected, rel=1e-12)
     score = np.array([1.5, np.nan, -2.0])
     expected = (z[0, 0] - 1.5) ** 2 + (z[2, 0] + 2) ** 2
     assert of_labels(z[:, :1], mask, {"score": score}) == pytest.approx(expected, rel=1e-12)
@@ -221,7 +222,7 @@ def test_the_losses_of_labels_equal_their_formulas() -> None:
 
 def of_labels(z: Any, mask: Any, labels: dict[str, Any]) -> float:
     tensors = {name: torch.from_numpy(values) for name, values in labels.items()}
-    return loss_of_labels(torch.from_numpy(z), tensors, torch.from_numpy(mask)).item()
+    return head_of(tensors).loss(torch.from_numpy(z), tensors, torch.from_numpy(mask)).item()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
@@ -235,11 +236,14 @@ def test_the_soft_loss_equals_its_formula(temperature: float) -> None:
 
     s, t = draw.normal(size=(2, 3, 4))
     expected = sum(kl(t[i], s[i]) for i in (0, 1))
-    assert soft(s, mask, temperature, teacher_logits=t) == pytest.approx(expected, rel=1e-12)
+    none = {"label": np.full(3, -100)}
+    assert soft(s, mask, temperature, teacher_logits=t, **none) == pytest.approx(
+        expected, rel=1e-12
+    )
     probs = softmax(t)
-    assert soft(s, mask, temperature, probs=probs) == pytest.approx(expected, rel=1e-9)
+    assert soft(s, mask, temperature, probs=probs, **none) == pytest.approx(expected, rel=1e-9)
     expected = sum((s[i, 0] - t[i, 0]) ** 2 for i in (0, 1))
-    found = soft(s[:, :1], mask, temperature, teacher_logits=t[:, :1])
+    found = soft(s[:, :1], mask, temperature, teacher_logits=t[:, :1], score=np.zeros(3))
     assert found == pytest.approx(expected, rel=1e-12)
     s, t = draw.normal(size=(2, 3, 6, 4))
     expected = sum(np.mean([kl(t[i, j], s[i, j]) for j in range(n)]) for i, n in ((0, 6), (1, 4)))
@@ -644,7 +648,7 @@ def compare_with_raw_texts(tmp_path: Path, folder: Path, plain: Any, kind: str) 
     rows = LabelledRows(open_shards(tmp_path / "shards", "validation"))
     model, head = read_model(
         str(folder),
-        lambda loaded: (loaded.model.eval(), task_head_of("it", loaded, OUTPUTS[kind])),
+        lambda loaded: (loaded.model.eval(), task_head_of("it", loaded, HEADS[kind].output)),
         needs_head=False,
         of_task=True,
     )

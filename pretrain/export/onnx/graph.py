@@ -32,9 +32,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
 )
 
 from data_prep.messages import first_line
@@ -45,15 +42,14 @@ from pretrain.model.families import FAMILIES
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead
 from pretrain.model.sentences import read_head
 from pretrain.model.session import (
-    ENDS,
     HIDDEN,
-    LOGITS,
     VECTOR,
     Session,
     pad_id,
     padded,
     reads_types,
 )
+from pretrain.model.task_head import CLASSES, HeadClass
 
 OPSET = 20  # the first with Gelu as one operator
 LIMITS = {"fp32": 1e-4, "fp16": 1e-2}  # largest difference, relative to PyTorch's largest output
@@ -63,13 +59,7 @@ _KINDS = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"} | dict.fromkey
 )
 
 
-# Heads of transformers, by the end of the class's name: how it is loaded, and its outputs.
-_HEADS: dict[str, tuple[Any, list[str]]] = {
-    "ForMaskedLM": (AutoModelForMaskedLM, [LOGITS]),
-    "ForSequenceClassification": (AutoModelForSequenceClassification, [LOGITS]),
-    "ForTokenClassification": (AutoModelForTokenClassification, [LOGITS]),
-    "ForQuestionAnswering": (AutoModelForQuestionAnswering, list(ENDS)),
-}
+_HEADS = (HeadClass(AutoModelForMaskedLM), *CLASSES.values())
 
 
 @dataclass(frozen=True)
@@ -123,8 +113,8 @@ def load_graph(folder: Path) -> Graph:
     """Return the model that plain transformers reads from an export, in fp32."""
     config = read_config(str(folder), folder)
     names, modules = config.get("architectures") or [""], (folder / "modules.json").exists()
-    found = [head for end, head in _HEADS.items() if str(names[0]).endswith(end)]
-    load, outputs = found[0] if found and not modules else (AutoModel, [])
+    found = [head for head in _HEADS if str(names[0]).endswith(head.end)]
+    load, outputs = found[0][:2] if found and not modules else (AutoModel, ())
     # Without SDPA the graph has a fifth of the nodes fewer.
     model = load.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     cut_zero_heads(model)

@@ -20,10 +20,11 @@ from data_prep.disk.json_files import canonical_sha256, indented_json
 from data_prep.disk.made import difference, read_record
 from data_prep.shards import load_manifest
 from pretrain import RunError
+from pretrain.contracts.terms import ENDS, LOGITS
 from pretrain.evaluation.encoders import example_texts, read_pairs, validation_texts
 from pretrain.export.asked import Onnx
 from pretrain.export.onnx.graph import Graph, compare, load_graph, to_fp16, write_graph
-from pretrain.model.session import ENDS, LOGITS, Session, pad_id, reads_types, text_length
+from pretrain.model.session import Session, pad_id, reads_types, text_length
 from pretrain.monitor.figures import markdown
 from pretrain.shrink.int8 import ROWS, check_texts, gate, quantise
 

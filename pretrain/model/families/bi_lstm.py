@@ -271,6 +271,7 @@ class BiLstm(Family):
     head = ("head.",)
     dropouts: ClassVar[Any] = {"dropout": "dropout"}
     attends = False
+    outputs = ("classes", "score")
     imports = "import pretrain.model.families  # tells transformers what a BiLSTM is\n"
 
     def embed(

@@ -49,6 +49,7 @@ class Family(ABC):
     own_names: ClassVar[Mapping[str, str]] = {}
     begins_after_padding = False  # is the first position the one after the id of padding?
     attends = True  # does a layer have a query, a key and a value?
+    outputs: tuple[str, ...] = ("classes", "score", "tags", "span")  # of heads of tasks
     imports = ""  # what a user of an export must import first, where transformers has no such model
 
     def layers(self, model: Any) -> nn.ModuleList:

@@ -10,6 +10,7 @@ Shapes: R or E examples, L row length, P tokens of the longest example, N of all
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from data_prep.shards import Manifest, ShardSet, check_file, open_shards
-from data_prep.shards.manifest import labels_file
+from data_prep.shards import Manifest, ShardSet, check_file, open_shards, read_listed
+from data_prep.shards.manifest import labels_file, texts_file
 from data_prep.shards.reading import map_labels
 from pretrain import RunError
 from pretrain.contracts.batch import IGNORE, PLACES, Batch, Rows, apart
@@ -45,19 +46,10 @@ from pretrain.model.tokenizer_files import tells_pairs
 from pretrain.tasks.answers import map_answers
 from pretrain.tasks.labelled.transfer import Transfer
 from pretrain.tasks.task import Examples
+from pretrain.tasks.task_heads import HEADS, head_of
 
 if TYPE_CHECKING:
     from pretrain.config import RunConfig
-
-
-# What shards of a kind of examples are predicted by.
-OUTPUTS: Mapping[str, Output] = {
-    "classification": "classes",
-    "regression": "score",
-    "token_classification": "tags",
-    "question_answering": "span",
-}
-_LABELS = ("label", "score", "probs", "tags", "start", "end", "teacher_logits")
 
 
 class LabelledRows(Examples):
@@ -77,23 +69,29 @@ class LabelledRows(Examples):
         self._mapped: Any = None
         manifest = shards.manifest
         self.kind, self.names = manifest.kind, manifest.labels
+        self.predicts = HEADS.get(manifest.kind, HEADS["regression"])  # a similarity is a score
         batches = []
         for shard in manifest.splits[shards.split].shards:
             # The whole file is compared with its hash: labels are small.
             batches.append(map_labels(check_file(shards.folder, manifest, labels_file(shard.file))))
         self.columns: dict[str, Any] = {}
-        for name in ("second", *_LABELS):
+        for name in ("second", "probs", *self.predicts.columns):
             if name in batches[0].schema.names:
                 columns = [batch.column(name) for batch in batches]
                 self.columns[name] = np.concatenate([_array(column) for column in columns])
         pairs = bool(self.columns["second"].any())
         self.typed = pairs and tells_pairs(shards.folder, manifest)
-        self.labelled = bool(_labelled(self.columns).any())
+        self.labelled = bool(self.predicts.labelled(self.columns).any())
         self.ids = [id for batch in batches for id in batch.column("id").to_pylist()]
+
+    def texts(self) -> list[dict[str, Any]]:
+        """Return the texts of the examples: "id", "text", "pair" and "answers"."""
+        data = read_listed(self.shards.folder, self.shards.manifest, texts_file(self.shards.split))
+        return [json.loads(line) for line in data.decode().splitlines()]
 
     def places(self) -> NDArray[np.int64]:
         """Return which rows have a label."""
-        found = _labelled(self.columns).numpy()
+        found = self.predicts.labelled(self.columns).numpy()
         return np.flatnonzero(found.any(-1) if found.ndim > 1 else found)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,18 +106,17 @@ class LabelledRows(Examples):
 
     def rows(self, ids: Any, epochs: Any, numbers: Any, step: int = 0, skipped: Any = None) -> Rows:
         """Return rows with their labels, the longest first; without epochs no text changes."""
+        head = self.predicts
         columns = {name: values[numbers] for name, values in self.columns.items()}
         if self.logits is not None:
             columns["teacher_logits"] = self._teacher_logits(numbers)
         if skipped is not None:
             ids[skipped] = self.special.pad
-            nothing = {"second": 0, "score": np.nan, "probs": 0, "teacher_logits": 0}
             for name, values in columns.items():
-                values[skipped] = nothing.get(name, IGNORE)
+                values[skipped] = head.nothing if name in head.columns else 0
         if self.transfer is not None and epochs is not None:
             changed = self.transfer(ids, columns["second"], epochs, numbers)
-            for name in columns.keys() & {"label", "score"}:
-                columns[name][changed] = np.nan if name == "score" else IGNORE
+            columns[head.columns[0]][changed] = head.nothing
         order = np.argsort(-np.count_nonzero(ids != self.special.pad, axis=1), kind="stable")
         found = {"input_ids": ids, "number": np.asarray(numbers, dtype=np.int64), **columns}
         return {name: torch.from_numpy(values[order]) for name, values in found.items()}
@@ -134,12 +131,9 @@ class LabelledRows(Examples):
         begins_E = ends_E - lengths_E
         index_P = np.arange(longest)
         places = np.where(index_P < lengths_E[:, None], begins_E[:, None] + index_P, -1)
-        labels = {name: rows[name] for name in _LABELS if name in rows}
-        if "label" in labels:
-            labels["class"] = labels.pop("label")
-        for name, tensor in labels.items():
-            if name == "tags" or tensor.dim() == 3:  # an entry for each token
-                labels[name] = tensor[:, :longest].contiguous()
+        labels = {name: rows[name] for name in rows.keys() - {"input_ids", "number", "second"}}
+        for name in labels.keys() & self.predicts.by_token:
+            labels[name] = labels[name][:, :longest].contiguous()
         labels |= {"number": rows["number"], PLACES: torch.from_numpy(places)}
         if self.typed:
             types_EL = self.types(rows["second"].numpy(), ids_EL.shape[1])
@@ -151,7 +145,7 @@ class LabelledRows(Examples):
         counts = {
             "tokens": int(ends_E[-1]),
             "sequences": int(there.sum()),
-            "labelled": int(_labelled(rows).sum()),
+            "labelled": int(self.predicts.labelled(rows).sum()),
             "pairs": int(np.square(lengths_E).sum()),
         }
         documents = np.stack([begins_E[there], lengths_E[there]], axis=1)
@@ -209,7 +203,7 @@ class LabelledExamples(LabelledRows):
 
     def state(self) -> dict[str, Any]:
         """Return what an export, and a later start, must know of the head and of soft labels."""
-        known = {"output": OUTPUTS[self.kind], "names": list(self.names), "pairs": self.typed}
+        known = {"output": self.predicts.output, "names": list(self.names), "pairs": self.typed}
         return {"labels": {**known, "teacher": self.digest}}
 
     def changes(self, state: Mapping[str, Any]) -> list[str]:
@@ -386,21 +380,13 @@ def correct_term(chosen_C: Tensor | None = None) -> SignalTerm:
         student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
     ) -> Tensor:
         assert student.task_logits is not None
-        labels = batch.labels.get("class", batch.labels.get("tags"))
-        assert labels is not None
+        labels = batch.labels[head_of(batch.labels).columns[0]]
         guesses = student.task_logits.argmax(-1)
         if chosen_C is not None:
             chosen_C.add_(torch.bincount(guesses[labels != IGNORE].cpu(), minlength=len(chosen_C)))
         return (guesses == labels).float().sum()
 
     return SignalTerm("accuracy", constant(0.0), "labelled", total, False)
-
-
-def _labelled(columns: Mapping[str, Any]) -> Tensor:
-    """Return which rows have a label [R], or which of their tokens [R, L]."""
-    name = next(name for name in ("label", "score", "tags", "start") if name in columns)
-    values = torch.as_tensor(columns[name])
-    return ~values.isnan() if name == "score" else values != IGNORE
 
 
 def _array(column: Any) -> Any:

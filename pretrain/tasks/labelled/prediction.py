@@ -32,6 +32,7 @@ from pretrain.model.distillation import TYPES
 from pretrain.model.families import MaskedLM, encode
 from pretrain.model.task_head import TaskHead
 from pretrain.tasks.answers import data_sha256, map_answers, read_answers
+from pretrain.tasks.task_heads import HEADS
 
 if TYPE_CHECKING:
     from pretrain.tasks.labelled.examples import LabelledRows
@@ -151,11 +152,10 @@ def check_logits(path: Path, manifest: Manifest, teacher: str | None) -> str:
         raise RunError(f"{path}: names no teacher, or has other splits than the shards; {_AGAIN}")
     if known.get("code") != CODE:
         raise RunError(f"{path}: a different version of this program wrote it; {_AGAIN}")
-    by_token = {"token_classification", "question_answering"}
-    width = {"regression": 1, "question_answering": 2}.get(manifest.kind, len(manifest.labels))
+    head = HEADS[manifest.kind]
     for split, sizes in manifest.splits.items():
-        length = [manifest.row_length] if manifest.kind in by_token else []
-        wanted = ("F32", [sizes.rows, *length, width])
+        length = [manifest.row_length] if head.by_token else []
+        wanted = ("F32", [sizes.rows, *length, head.width(manifest.labels)])
         if shapes.get(split) != wanted:
             dtype, shape = shapes.get(split, ("nothing", []))
             raise RunError(

@@ -84,12 +84,12 @@ class LabelledTask(Task):
         """Return the rows of the training split, with the teacher's head if there is one."""
         from data_prep.shards import open_shards
         from pretrain.tasks.labelled.examples import (
-            OUTPUTS,
             LabelledExamples,
             check_kind,
             check_labels,
             load_task_head,
         )
+        from pretrain.tasks.task_heads import HEADS
 
         config, manifest = start.config, start.manifest
         check_kind(config.shards, manifest, self.name, self.kinds)
@@ -97,7 +97,7 @@ class LabelledTask(Task):
         teacher = start.teacher if config.objective.needs.compares else None
         if teacher is not None and config.objective.needs.soft:
             who = f"teacher {teacher.name}"
-            head = load_task_head(who, teacher.name, OUTPUTS[manifest.kind])
+            head = load_task_head(who, teacher.name, HEADS[manifest.kind].output)
             check_labels(who, head.labels, manifest.labels)
         if self.logits is not None and head is None and not self.logits.is_file():
             raise RunError(f"{self.logits}: no such file; name the teacher that writes it")
@@ -127,13 +127,14 @@ class LabelledTask(Task):
         from pretrain.model.distillation import HEAD
         from pretrain.model.families import family_of
         from pretrain.model.task_head import TaskHead
-        from pretrain.tasks.labelled.examples import OUTPUTS
+        from pretrain.tasks.task_heads import HEADS
 
-        output = OUTPUTS[manifest.kind]
-        if not family_of(student).attends and output not in ("classes", "score"):
+        output = HEADS[manifest.kind].output
+        if output not in (known := family_of(student).outputs):
             raise RunError(
-                f"student.architecture {student.config.model_type}: has a head for classes and "
-                f"scores, and task {self.name} needs another; take distilbert or same"
+                f"student.architecture {student.config.model_type}: has a head for "
+                f"{' and '.join(known)}, and task {self.name} needs {output}; take distilbert or "
+                "same"
             )
         head = TaskHead(student.config, output, manifest.labels)
         return nn.ModuleDict({HEAD: head})
@@ -183,14 +184,14 @@ class LabelledTask(Task):
         guesses = any(term.over == "labelled" or term.name == "soft" for term in terms)
         if any(term.over == "labelled" for term in terms) and found.labelled:
             own = replace(own, places=found.places())  # a loss of no labels would be 0
-        if not guesses or ("label" not in found.columns and "tags" not in found.columns):
+        if not guesses or not found.predicts.has_classes:
             return own
-        num = len(found.names) if "label" in found.columns else 0
+        num = 0 if found.predicts.by_token else len(found.names)
         chosen_C = torch.zeros(num, dtype=torch.float64)
         correct = correct_term(chosen_C if num else None)
 
         def classes(batch: Batch) -> Tensor:
-            labels = batch.labels["class"]
+            labels = batch.labels["label"]
             given_C = torch.bincount(labels[labels != IGNORE].long(), minlength=num)
             both = torch.cat([given_C, chosen_C])
             chosen_C.zero_()
@@ -300,6 +301,3 @@ class QuestionAnswering(LabelledTask):
     pipeline: ClassVar[str] = "question-answering"
 
     name: Literal["question_answering"] = "question_answering"
-
-
-TASKS = (Classification, TokenClassification, QuestionAnswering)

@@ -1,0 +1,101 @@
+"""Say what a student of each architecture may be, by its config alone: nothing imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pretrain import RunError
+from pretrain.contracts.terms import Sizes
+
+if TYPE_CHECKING:
+    from pretrain.model.model_config import Student
+
+_DISTILBERT = "distilbert"
+_CUT_TO_IT = ("bert", _DISTILBERT)  # families whose student is a DistilBERT by default
+
+
+class Architecture:
+    """Answer for a Transformer, as all families are but one."""
+
+    attends = True
+
+    def check(self, student: Student) -> None:
+        """Refuse keys of a student that its architecture does not have; ValueError names them."""
+        if student.word_vectors is not None:
+            raise ValueError("word_vectors are of a bilstm: remove them, or set architecture")
+
+    def sizes(self, config: Student, teacher: Sizes) -> Sizes:
+        """Return the sizes of a student; RunError if the teacher lacks a layer, or such layers."""
+        family = teacher.family
+        if not architecture_of(family).attends:
+            raise RunError(
+                f"a {family} has no layers to copy: set student.architecture to {family}, or "
+                "continue from the teacher's folder with student.init, too"
+            )
+        # By default a BERT is cut down to a DistilBERT, as in the paper, and others to their own
+        # kind.
+        if family in _CUT_TO_IT:
+            family = family if config.architecture == "same" else _DISTILBERT
+        elif config.architecture == _DISTILBERT:
+            raise RunError(
+                f"student.architecture distilbert: the teacher is a {family}, whose layers and "
+                "tokens a DistilBERT does not have; set student.architecture: same"
+            )
+        layers = teacher.num_hidden_layers
+        listed = config.init if isinstance(config.init, tuple) else ()
+        projects = not isinstance(config.init, tuple | str)
+        num_layers = len(listed) or config.num_layers or max(1, layers // 2)
+        if (config.init == "teacher" or projects) and num_layers > layers:
+            raise RunError(
+                f"student.num_layers {num_layers} is more than the teacher's {layers}; "
+                "ask for fewer, or set student.init: random"
+            )
+        if bad := [layer for layer in listed if not 0 <= layer < layers]:
+            raise RunError(f"student.init: the teacher has layers 0 to {layers - 1}, not {bad[0]}")
+        sizes = Sizes(family, teacher.hidden_size, num_layers, *teacher[3:])
+        for name in ("hidden_size", "num_attention_heads", "intermediate_size"):
+            own, there = getattr(config, name), getattr(teacher, name)
+            if own not in (None, there) and (listed or config.init == "teacher"):
+                raise RunError(
+                    f"student.{name} {own}: the teacher has {there}, so its layers cannot be "
+                    "copied; set student.init: random, or {project: teacher} for fewer"
+                )
+            if projects and own is not None and own > there:
+                raise RunError(f"student.{name} {own}: is more than the teacher's {there}")
+            sizes = sizes._replace(**{name: own or there})
+        if sizes.hidden_size % sizes.num_attention_heads:
+            raise RunError(
+                f"student.hidden_size {sizes.hidden_size}: is not a multiple of the student's "
+                f"{sizes.num_attention_heads} heads; change it, or student.num_attention_heads"
+            )
+        return sizes
+
+
+class BiLstm(Architecture):
+    """Answer for the student that is not a Transformer: pretrain/model/families/bi_lstm.py."""
+
+    attends = False
+
+    def check(self, student: Student) -> None:
+        """Refuse layers of a teacher, attention, and an odd width."""
+        if student.init == "teacher" or not isinstance(student.init, str):
+            raise ValueError("init: a bilstm has no layers of its teacher; remove it")
+        if student.init != "random" and student.word_vectors is not None:
+            raise ValueError("init: a folder has its own words: remove word_vectors")
+        if student.num_attention_heads is not None or student.attention_dropout != 0.1:
+            raise ValueError("a bilstm has no attention: remove its heads and attention_dropout")
+        if (student.hidden_size or 2) % 2:
+            raise ValueError("hidden_size of a bilstm is that of both directions: an even number")
+
+    def sizes(self, config: Student, teacher: Sizes) -> Sizes:
+        """Return the sizes; none are the teacher's."""
+        own = config.hidden_size or 300, config.num_layers or 1, 1
+        return Sizes("bilstm", *own, config.intermediate_size or 200)
+
+
+_OTHERS = {"bilstm": BiLstm()}
+
+
+def architecture_of(name: str | None) -> Architecture:
+    """Return what answers for a family, or for the key `architecture` of a student."""
+    return _OTHERS.get(name or "", Architecture())
