@@ -98,7 +98,8 @@ def explain(model: type[BaseModel], values: dict[str, Any], error: ValidationErr
         with suppress(ValueError):  # the mistake is explained by itself
             values = filled(values)
     if model is RunConfig:
-        values = with_objective(values)
+        with suppress(ValueError):
+            values = with_objective(values)
 
     def place(entry: Any) -> tuple[Any, ...]:
         """Return the location without the stage of a recipe's entry, a name of sections, too."""
@@ -181,7 +182,8 @@ def _unknown_name(entry: Any) -> str:
         return f"{name} is missing; one of {', '.join(choices)}"
     tag = one_line(str(context["tag"]), _SHOWN)
     close = difflib.get_close_matches(str(context["tag"]), choices, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(choices)}"
+    own = ", or FILE:CLASS" * (entry["loc"][-1] == "objective")
+    hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(choices)}{own}"
     return f"{name} {tag!r} is not known; {hint}"
 
 

@@ -22,6 +22,7 @@ from pretrain.kernels.products import ProductsName
 from pretrain.model.model_config import Model, Student
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.known import Objective, with_objective, without_gone
+from pretrain.objectives.own import Recorded, kept
 from pretrain.tasks.folders import TASKS, AnyTask
 
 # The most rows, and examples, of a run on CPUs that gives no `micro_batch_size`.
@@ -185,7 +186,8 @@ class Logging(Keys):
 
 
 SHAPE_NOTHING = ("evaluation", "checkpoint", "logging", "card", "slurm")  # sections
-COMPUTED_BY = ("hardware", "machine")  # keys of a run's config.json: what computed the run
+# Keys of a run's config.json: what computed the run, and what an own objective said.
+COMPUTED_BY = ("hardware", "machine", "own")
 
 
 _COPY = {
@@ -224,6 +226,8 @@ class RunConfig(Keys):
     """The model that learns from the teacher."""
     objective: Objective = DistilBert()
     """What is learnt, one paper's losses."""
+    objective_file: Literal["changed"] | None = None
+    """`changed` continues a run whose own objective's file differs from the one it began with."""
     task: AnyTask = TASKS[DistilBert.tasks[0]](name=DistilBert.tasks[0])
     """What an example is."""
     masking: MaskingConfig = MaskingConfig()
@@ -275,6 +279,12 @@ class RunConfig(Keys):
                 f"objective {self.objective.name} is for task {' or '.join(self.objective.tasks)}, "
                 f"not {self.task.name}: set task.name, or take another objective"
             )
+        for part in self.objective.parts:
+            if part.over not in self.task.counts:
+                raise ValueError(
+                    f"objective {self.objective.name}: a term is a mean over {part.over}, and task "
+                    f"{self.task.name} counts {', '.join(self.task.counts)}"
+                )
         self.task.check(self)
         if (example := self.card.example) is not None:
             pipeline = self.task.use(self.objective).pipeline
@@ -295,6 +305,8 @@ class RunConfig(Keys):
             values.pop(key, None)
         if self.card == Card():
             values.pop("card", None)  # absent where keys are chosen
+        if own := kept(self.objective):
+            values["own"] = own
         return values
 
     @classmethod
@@ -304,7 +316,10 @@ class RunConfig(Keys):
         Raises:
             ValidationError: the values are those of no run.
         """
-        return cls.model_validate(without_gone(values))
+        found = without_gone(values)
+        if "own" in found:  # a user's file, which nothing loads by itself
+            found["objective"] = Recorded.of(found["objective"], found["own"])
+        return cls.model_validate(found)
 
     def unread(self) -> dict[str, str]:
         """Return the keys that this run does not read, each with the reason and the fix."""
@@ -349,9 +364,12 @@ class RunConfig(Keys):
         freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
         freely_changed |= {"activation_checkpointing", "products"}
         others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
-        others += ["vectors", *SHAPE_NOTHING]
+        others += ["vectors", "objective_file", *SHAPE_NOTHING]
         exclude: Any = {**dict.fromkeys(others, True), "train": freely_changed, "task": {"logits"}}
-        return self.model_dump(mode="json", exclude=exclude)
+        values = self.model_dump(mode="json", exclude=exclude)
+        if "own" in values:
+            values["own"] = {"objective": values["own"]["sha256"]}
+        return values
 
 
 def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:

@@ -147,6 +147,10 @@ def load_inputs(
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     config = resolve_products(config, ranks.device, saved and saved.state, progress.say)
     teacher = load_run_teacher(config, manifest)
+    if config.objective.file_sha256:
+        digest = config.objective.file_sha256[:16]
+        note = f"objective {config.objective.name} is of a user's own file, sha256 {digest}"
+        notes += [note] if saved is None or note not in saved.state["notes"] else []
     if teacher is not None and teacher.note and saved is None:
         notes.append(teacher.note)
     # One rank of each node reads all of an existing file. A checkpoint has the notes already.
@@ -163,6 +167,12 @@ def load_inputs(
     theirs = examples.shape(shape_of(teacher.model) if teacher is not None else None)
     shapes = shape_of(student), theirs
     terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
+    said = [(part.over, part.teacher) for part in config.objective.parts]
+    if said != (made := [(term.over, term.needs_teacher) for term in terms]):
+        raise RunError(
+            f"objective {config.objective.name}: its parts say (over, teacher) {said}, and its "
+            f"terms {made}: both need the same order"
+        )
     signals = any(isinstance(term, SignalTerm) and term.student for term in terms)
     if not family_of(student).attends and signals:
         raise RunError(

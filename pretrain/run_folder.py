@@ -304,6 +304,8 @@ def another_run(folder: Path, changes: Sequence[str]) -> RunError:
     return RunError(
         f"{folder} was made by another run: {shortened(changes)}"
         + " (--hardware sets the precision unless train.precision=VALUE follows it)" * preset
+        + " (objective_file=changed continues with the file as it is now)"
+        * any(change.startswith(_OWN) for change in changes)
         + ". Revert the change, or set a different `output:` to start a new run"
     )
 
@@ -336,8 +338,13 @@ def recipe_changes(
     return [
         f"{key} was {before.get(key)} and is now {'gone' if key in gone else now.get(key)}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key not in may_change
+        if before.get(key) != now.get(key)
+        and key not in may_change
+        and not (key == _OWN and config.objective_file)
     ]
+
+
+_OWN = "own.objective"  # the digest of the file of a user's own objective
 
 
 def noted_layers(state: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,46 +1,45 @@
-"""List the objectives that a config may name."""
+"""Find the objectives that a config may name, in this folder or in a user's own file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import Field, TypeAdapter
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    TypeAdapter,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
+import pretrain.objectives
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.embedding import Embedding
-from pretrain.objectives.finetune import FineTuning
-from pretrain.objectives.insights import Insights
-from pretrain.objectives.kd import SoftLabels
-from pretrain.objectives.minilm import MiniLM
-from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective as AnyObjective
-from pretrain.objectives.pkd import PatientDistillation
-from pretrain.objectives.theseus import Theseus
-from pretrain.objectives.tinybert import TinyBert
-from pretrain.tasks.folders import TASKS
+from pretrain.objectives.own import Recorded, own_class
+from pretrain.tasks.folders import TASKS, named
 from pretrain.tasks.task import Task
 
-_PAPERS = (
-    DistilBert,
-    Embedding,
-    MiniLM,
-    TinyBert,
-    MaskedLanguageModel,
-    FineTuning,
-    SoftLabels,
-    PatientDistillation,
-    Theseus,
-    Insights,
-)
+# A new paper is a file in this folder.
 OBJECTIVES: tuple[type[AnyObjective], ...] = (
-    *_PAPERS,
+    *named(pretrain.objectives, AnyObjective),  # type: ignore[type-abstract]
     *(objective for task in TASKS.values() for objective in task.objectives),
 )
+
+
+def _or_own(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Let an objective be one of a user's own file, which `objective_kind` has loaded."""
+    if isinstance(value, AnyObjective):
+        return value
+    kind = objective_kind({"objective": value})
+    return kind.model_validate(value) if kind is not None and kind.file_sha256 else check(value)
+
+
 if TYPE_CHECKING:
     Objective = AnyObjective
 else:
-    Objective = Annotated[Union[OBJECTIVES], Field(discriminator="name")]  # noqa: UP007
+    _Shipped = Annotated[Union[OBJECTIVES], Field(discriminator="name")]  # noqa: UP007
+    Objective = Annotated[SerializeAsAny[_Shipped], WrapValidator(_or_own)]
 
 
 # Keys that runs of earlier versions have recorded, each with the values that are gone: first the
@@ -87,19 +86,27 @@ def unread_keys(kind: type[AnyObjective] | AnyObjective) -> dict[str, str]:
 
 
 def objective_kind(values: Any) -> type[AnyObjective] | None:
-    """Return the class of the objective that the values of a run name; None if there is none."""
-    kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
+    """Return the class of the objective that the values of a run name; None if there is none.
+
+    Raises:
+        ValueError: it is of a user's own file, and cannot be loaded.
+    """
     section = values.get("objective", {})
-    return (
-        kinds.get(str(section.get("name", DistilBert().name)))
-        if isinstance(section, dict)
-        else None
-    )
+    if not isinstance(section, dict):
+        return None
+    name = str(section.get("name", DistilBert().name))
+    if ":" in name:
+        return own_class(name)
+    kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
+    return kinds.get(name)
 
 
 def objective_of(state: Mapping[str, Any]) -> AnyObjective:
     """Return the objective of the run that a checkpoint's state is of."""
-    values = without_gone(state["config"])["objective"]
+    config = without_gone(state["config"])
+    values = config["objective"]
+    if "own" in config:
+        return Recorded.of(values, config["own"])
     found: AnyObjective = TypeAdapter(Objective).validate_python(values)
     return found
 

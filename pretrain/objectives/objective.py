@@ -126,6 +126,7 @@ class Objective(Keys):
     tasks: ClassVar[tuple[str, ...]] = ("mlm",)  # that it can serve, the default one first
     # True also if no term uses the teacher, because student layers may be copied from it.
     needs_teacher: ClassVar[bool] = True
+    file_sha256: ClassVar[str] = ""  # of a user's own file, see own.py
     # Keys of a run that have another default with this objective, by section.
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 

@@ -18,10 +18,12 @@ Shapes: N positions, V vocabulary.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pretrain.contracts.terms import VocabularyTerm, constant, wide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float) -> Tensor:
@@ -31,10 +33,11 @@ def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float)
     the gradient's size when the temperature T changes. The gradient is T (q - p), where p and q are
     the softmax of the teacher's and the student's logits at temperature T.
     """
+    from torch.nn.functional import kl_div, log_softmax
 
-    log_p = F.log_softmax(wide(teacher_NV) / temperature, dim=-1)
-    log_q = F.log_softmax(wide(student_NV) / temperature, dim=-1)
-    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
+    log_p = log_softmax(wide(teacher_NV) / temperature, dim=-1)
+    log_q = log_softmax(wide(student_NV) / temperature, dim=-1)
+    return kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
 
 
 def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -42,7 +45,9 @@ def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
     L_mlm of DistilBERT. The gradient is softmax(logits) - onehot(label).
     """
-    return F.cross_entropy(wide(logits_NV), labels_N, reduction="none")
+    from torch.nn import functional
+
+    return functional.cross_entropy(wide(logits_NV), labels_N, reduction="none")
 
 
 def kl_term(weight: float, *, temperature: float, over: str = "tokens") -> VocabularyTerm:

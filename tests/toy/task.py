@@ -110,6 +110,3 @@ class Documents(Examples):
     def fullest(self, ids: Any, numbers: Any, token: int) -> Batch:
         """Return the rows as a micro-batch."""
         return self.batch(self.rows(ids, None, numbers))
-
-
-TASKS = (Toy,)

@@ -102,6 +102,3 @@ class SentenceVectors(Task):
         from pretrain.tasks.embedding.examples import drawn_documents, vectors_by
 
         return drawn_documents(batch, pad_id=pad_id), vectors_by(SentenceHead(width))
-
-
-TASKS = (SentenceVectors,)

@@ -68,6 +68,3 @@ class MaskedLanguageModelling(Task):
             return super().use(objective)
         code = 'from transformers import pipeline\n\nfill = pipeline("fill-mask", '
         return Use("transformers", "fill-mask", f'{code}model="PATH_OR_NAME")')
-
-
-TASKS = (MaskedLanguageModelling,)

@@ -1,0 +1,160 @@
+"""Run docs/papers/TEMPLATE.md: a loss of one's own file is trained, continued and exported."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from support.runs import RECIPE, step_folder
+from transformers import AutoModel
+
+from pretrain.run_folder import recorded
+
+PAGE = Path(__file__).parents[2] / "docs" / "papers" / "TEMPLATE.md"
+
+
+def block(kind: str) -> str:
+    (found,) = re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return str(found)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the page's file, and go there."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_loss.py").write_text(block("python"), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def config(place: Path, corpus: Path, teacher_folder: Path) -> dict[str, Any]:
+    """Return the page's config with the inputs of tests."""
+    values: dict[str, Any] = yaml.safe_load(block("yaml"))
+    values |= {"shards": str(corpus), "teacher": str(teacher_folder), "train": RECIPE["train"]}
+    values["student"] = {"num_layers": 1}
+    values["objective"] |= {"guided": 0, "hint": 0}
+    values["evaluation"] = {"rows": 8}
+    return values
+
+
+def write(values: dict[str, Any]) -> None:
+    Path("hint.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+
+
+def test_the_page_leads_to_a_model(distil: Any, config: dict[str, Any]) -> None:
+    write(config)
+    code = [line for line in block("python").splitlines() if line and "import" not in line]
+    assert len(code) <= 25
+    for line in block("bash").splitlines():
+        code, out, err = distil(*shlex.split(line)[1:])
+        assert code == 0, f"{line}: {out}{err}"
+    AutoModel.from_pretrained("exported/hint")
+    card = Path("exported/hint/README.md").read_text(encoding="utf-8")
+    assert "squared difference of a layer" in card and "Hint is of a user's own file" in card
+    lines = [json.loads(line) for line in Path("runs/hint/metrics.jsonl").read_text().splitlines()]
+    assert {"hint", "loss"} <= next(line for line in lines if line["kind"] == "train").keys()
+    adapters = load_file(step_folder(Path("runs/hint"), 4) / "adapters.safetensors")
+    assert adapters["guess.weight"].shape[0] == adapters["guess.weight"].shape[1]
+
+
+def test_a_resumed_run_has_the_weights_of_a_whole_one(distil: Any, config: dict[str, Any]) -> None:
+    weights = []
+    for name, stops in (("whole", ()), ("halves", ("--stop-after", "2"))):
+        write(config | {"output": name})
+        for more in [stops, ()] if stops else [()]:
+            code, out, err = distil("pretrain", "hint.yaml", *more)
+            assert code in (0, 75), out + err
+        files = sorted(step_folder(Path(name), 4).rglob("*.safetensors"))
+        weights.append({(f.name, k): t for f in files for k, t in load_file(f).items()})
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(t, weights[1][name]) for name, t in weights[0].items())
+
+
+def test_a_changed_file_is_refused_until_a_key_allows_it(
+    distil: Any, config: dict[str, Any]
+) -> None:
+    write(config)
+    assert distil("pretrain", "hint.yaml", "--stop-after", "2").code in (0, 75)
+    file = Path("my_loss.py")
+    file.write_text(file.read_text().replace(".square()", ".abs()"), encoding="utf-8")
+    code, _, err = distil("pretrain", "hint.yaml")
+    assert code == 2 and "objective_file=changed" in err, err
+    code, out, err = distil("pretrain", "hint.yaml", "objective_file=changed")
+    assert code == 0, out + err
+    # From then on the run's file is the new one.
+    assert distil("pretrain", "hint.yaml").code == 0
+
+
+def test_nothing_is_loaded_of_a_run_that_is_only_read(distil: Any, config: dict[str, Any]) -> None:
+    write(config)
+    assert distil("pretrain", "hint.yaml").code == 0
+    mark = 'from pathlib import Path\nPath("executed").touch()\n'
+    Path("my_loss.py").write_text(mark, encoding="utf-8")
+    run = Path("runs/hint")
+    found = recorded(run)
+    assert found is not None and found.objective.needs.layers and not found.objective.needs.logits
+    for command in (("report", run), ("export", run, "out"), ("replay", run, "--step", 2)):
+        code, out, err = distil(*command)
+        assert code == 0, out + err
+    teacher = ("--teacher", config["teacher"], "--same-vocabulary")
+    code, out, err = distil("evaluate", run, config["shards"], *teacher)
+    assert code == 0, out + err
+    student = {**config, "output": "next", "student": {"init": str(run)}, "objective": {}}
+    student["objective"] = {"name": "minilm", "relation_heads": 2}
+    write(student)
+    assert distil("pretrain", "hint.yaml").code == 0
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("nowhere:Hint", "there is no file nowhere.py"),
+        ("my_loss:Other", "has no subclass Other"),
+        ("my_loss:Part", "has no subclass Part"),
+        ("my_loss:Objective", "does not define parts, terms"),
+        ("broken:Hint", "broken.py fails: ZeroDivisionError"),
+        ("model/my_loss:Hint", "nothing is loaded from a model's folder"),
+        (":", "there is no file"),
+    ],
+)
+def test_a_name_that_gives_no_objective_is_one_line(
+    distil: Any, config: dict[str, Any], name: str, part: str
+) -> None:
+    Path("broken.py").write_text("1 / 0\n", encoding="utf-8")
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}", encoding="utf-8")
+    Path("model/my_loss.py").write_text(block("python"), encoding="utf-8")
+    config["objective"]["name"] = name
+    write(config)
+    code, _, err = distil("pretrain", "hint.yaml", "--dry-run")
+    assert code == 2 and part in " ".join(err.split()), err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_mistakes_in_keys_and_parts_are_named(distil: Any, config: dict[str, Any]) -> None:
+    for key, value, part in (
+        ("hint", -1, "objective.hint"),
+        ("hnit", 1, "objective.hnit"),
+    ):
+        write({**config, "objective": {**config["objective"], key: value}})
+        code, _, err = distil("pretrain", "hint.yaml", "--dry-run")
+        assert code == 2 and part in err, err
+    file = Path("my_loss.py")
+    text = file.read_text(encoding="utf-8")
+    for before, after, part in (
+        ('a layer", "tokens"', 'a layer", "words"', "a mean over words"),
+        ('self.weight, "tokens"', 'self.weight, "sequences"', "both need the same order"),
+    ):
+        assert before in text
+        file.write_text(text.replace(before, after), encoding="utf-8")
+        write(config)
+        code, _, err = distil("pretrain", "hint.yaml")
+        assert code == 2 and part in err, err
