@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pretrain import RunError
 from pretrain.contracts.needs import Part
@@ -50,12 +50,6 @@ class DistilBert(Objective):
     """Weight of the squared difference of the last hidden states."""
     kl_positions: Literal["all", "masked"] = "all"
     """Tokens at which distributions are compared: all but padding, or masked ones."""
-
-    @model_validator(mode="after")
-    def _some_term(self) -> DistilBert:
-        if self.kl == self.mlm == self.cosine == self.mse == self.hidden_mse == 0:
-            raise ValueError("kl, mlm and cosine are all 0: set one, e.g. objective.kl: 5")
-        return self
 
     @property
     def published(self) -> str:

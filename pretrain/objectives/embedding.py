@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pretrain import RunError
 from pretrain.contracts.needs import Part
@@ -50,12 +50,6 @@ class Embedding(Objective):
     """Weight of the squared difference of vectors, which also learns their length."""
     adapter: Literal["auto", "linear", "none"] = "auto"
     """A linear layer behind the student's vector; auto: if widths differ."""
-
-    @model_validator(mode="after")
-    def _some_term(self) -> Embedding:
-        if self.cosine == self.similarity == self.mse == 0:
-            raise ValueError("cosine, similarity and mse are all 0: give a term a weight")
-        return self
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -53,9 +53,7 @@ class SoftLabels(Objective):
     """Weight of the labels."""
 
     @model_validator(mode="after")
-    def _some_term(self) -> SoftLabels:
-        if self.soft == self.hard == 0:
-            raise ValueError("soft and hard are both 0: give a term a weight")
+    def _no_temperature(self) -> SoftLabels:
         own = type(self).model_fields["temperature"].default
         if self.divergence == "squared" and self.temperature != own:  # a checkpoint has all keys
             raise ValueError("divergence squared has no temperature: remove one of the two keys")

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import model_validator
+
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.contracts.needs import Needs, Part
@@ -134,6 +136,13 @@ class Objective(Keys):
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
         """Return what a run and the card must know of each term that is computed."""
+
+    @model_validator(mode="after")
+    def _some_term(self) -> Objective:
+        if not self.parts:
+            off = ", ".join(name for name, value in self if value == 0)
+            raise ValueError(f"no term is left: give one of {off} a weight above 0")
+        return self
 
     @property
     def needs(self) -> Needs:

@@ -90,7 +90,7 @@ class Recorded(Objective):
     @classmethod
     def of(cls, values: Mapping[str, Any], known: Mapping[str, Any]) -> Recorded:
         """Return what stands for the section `objective` of a run's config."""
-        found = cls.model_validate(values)
+        found = cls.model_construct(**values)
         found._known = dict(known)
         return found
 

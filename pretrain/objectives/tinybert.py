@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pretrain import RunError
 from pretrain.contracts.needs import Part
@@ -71,12 +71,6 @@ class TinyBert(Objective):
     """
     first: Literal["identity", "random"] = "identity"
     """How W begins where both widths are equal; `random` as in the authors' code."""
-
-    @model_validator(mode="after")
-    def _some_term(self) -> TinyBert:
-        if self.attention == self.hidden == self.embedding == 0:
-            raise ValueError("attention, hidden and embedding are all 0: give one of them a weight")
-        return self
 
     @property
     def published(self) -> str:

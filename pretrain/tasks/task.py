@@ -72,7 +72,7 @@ class Task(Keys):
         """Return the keys of a run that an objective does not read, each with what it lacks."""
         keys = {"vectors": "compares no sentence vectors"}
         if objective.needs_teacher:
-            return {**keys, "model": "takes the teacher's widths"}
+            return {**keys, "model": "takes the teacher's widths, as mlm does not"}
         no_teacher = ("teacher", "teacher_vocabulary", "student")
         return {**dict.fromkeys(no_teacher, "has no teacher"), **keys}
 
@@ -82,24 +82,13 @@ class Task(Keys):
         Raises:
             ValueError: names the key and the fix.
         """
-        objective, name = config.objective, config.objective.name
-        if config.vectors is not None:
-            raise ValueError(f"objective {name} compares no sentence vectors: remove vectors")
-        if objective.needs_teacher:
-            if config.teacher is None:
-                raise ValueError(f"objective {name} needs `teacher:`, a folder or a hub name")
-            if config.model is not None:
-                raise ValueError(
-                    f"`model:` is for objective mlm; objective {name} takes the teacher's widths"
-                )
-            return
-        if config.teacher is not None or config.student != type(config.student)():
-            raise ValueError(
-                f"objective {name} has no teacher and no student: remove them; it takes `model:`"
-            )
-        if config.teacher_vocabulary is not None:
-            raise ValueError(f"objective {name} has no teacher: remove teacher_vocabulary")
-        if config.model is None:
+        name = config.objective.name
+        for key, lack in self.unread(config.objective).items():
+            if getattr(config, key) != type(config).model_fields[key].default:
+                raise ValueError(f"objective {name} {lack}: remove {key}")
+        if config.objective.needs_teacher and config.teacher is None:
+            raise ValueError(f"objective {name} needs `teacher:`, a folder or a hub name")
+        if not config.objective.needs_teacher and config.model is None:
             raise ValueError(
                 f"objective {name} needs `model:`, the sizes of a BERT or {{init: FOLDER}}"
             )

@@ -66,13 +66,13 @@ MISTAKES = [
         "objective.relation_heads 7: does not divide the student's width 16",
         "4, 8 or 16",
     ),
-    ("run", "objective.kl=0 objective.mlm=0 objective.cosine=0", "set one, e.g. objective.kl: 5"),
+    ("run", "objective.kl=0 objective.mlm=0 objective.cosine=0", "give one of kl, mlm, cosine"),
     (
         "run",
         "student.init=random student.hidden_size=17",
         "student.hidden_size 17: is not a multiple of the student's 2 heads",
     ),
-    ("run", "objective.name=mlm", "objective mlm has no teacher", "it takes `model:`"),
+    ("run", "objective.name=mlm", "objective mlm has no teacher: remove teacher"),
     (
         "run",
         "student.architecture=bert",

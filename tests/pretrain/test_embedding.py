@@ -782,7 +782,7 @@ def test_settings_that_do_not_fit_are_refused(
         ({"teacher": None, "vectors": "v"}, "without `teacher:` the student is that of `model:`"),
         ({"model": MODEL}, "remove one of the two sections"),
         ({"vectors": "v", "objective": {"name": "minilm"}}, "compares no sentence vectors"),
-        ({"objective": objective | {"cosine": 0, "similarity": 0}}, "give a term a weight"),
+        ({"objective": objective | {"cosine": 0, "similarity": 0}}, "give one of cosine, similarity, mse a weight"),
     ):
         with pytest.raises(ValueError, match=message):
             RunConfig.model_validate({**values, **change})
