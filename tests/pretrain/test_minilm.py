@@ -1,31 +1,21 @@
 """Compare MiniLM version 2 with its formula on Transformers' own outputs, and train with it."""
 
-import copy
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from support import rank_work, ranks
-from support.batches import drawn_batch
-from support.results import difference, weights
+from support import ranks
+from support.results import weights
 from support.runs import RECIPE, history, refused, start
 from support.said import Said
-from support.tiny import as_teacher, tiny_bert
-from torch import Tensor
 from transformers import AutoModel
 
 from pretrain.config import RunConfig
 from pretrain.contracts.terms import Shape, Signal, SignalTerm
 from pretrain.evaluation.heads import evaluate_heads
 from pretrain.export.export import export
-from pretrain.model.distillation import Distillation
-from pretrain.model.families import shape_of
-from pretrain.model.model_config import Student
-from pretrain.model.student import build_student
 from pretrain.objectives.minilm import MiniLM
 
 NARROW = {
@@ -39,115 +29,6 @@ NARROW = {
 OBJECTIVE = {"name": "minilm", "relation_heads": 8, "teacher_layer": 1}
 ZERO = (pytest.mark.slow, ranks.needs_deepspeed)
 Settings = Callable[..., dict[str, Any]]
-
-
-def relations(model: Any, document: Tensor, layer: int, heads: int) -> dict[str, Tensor]:
-    """Return softmax(X X^T / sqrt(d)) [heads, n, n] of the three projections of a layer."""
-    seen: dict[str, Tensor] = {}
-    part = model.bert.encoder.layer[layer].attention.self
-    hooks = [
-        getattr(part, kind).register_forward_hook(
-            lambda _, __, output, kind=kind: seen.update({kind: output[0]})
-        )
-        for kind in ("query", "key", "value")
-    ]
-    model(input_ids=document[None])
-    for hook in hooks:
-        hook.remove()
-    found = {}
-    for kind, output in seen.items():
-        split = output.unflatten(-1, (heads, -1)).transpose(0, 1)
-        found[kind] = (split @ split.mT / math.sqrt(split.shape[-1])).softmax(-1)
-    return found
-
-
-@pytest.mark.parametrize("teacher_layer", [-1, 1, 3])
-def test_the_loss_and_its_gradient_are_the_formula(
-    teacher_layer: int, packed_ids: Tensor, documents: list[list[list[int]]]
-) -> None:
-    teacher = tiny_bert().requires_grad_(False)
-    config = Student(**NARROW, dropout=0, attention_dropout=0)
-    student = build_student(config, as_teacher(teacher), seed=0)
-    with torch.no_grad():
-        for parameter in student.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(15)  # so that relations differ from one another
-    objective = MiniLM(relation_heads=8, teacher_layer=teacher_layer)
-    terms = objective.terms(shape_of(student), shape_of(teacher))
-    alone = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
-
-    batch = drawn_batch(packed_ids)
-    # The rows as the module sees them: cut as `documents`, with masks.
-    rows, exact = batch.input_ids, {name: torch.zeros(()) for name in ("query", "key", "value")}
-    for row, row_documents in enumerate(documents):
-        begin = 0
-        for length in map(len, row_documents):
-            document = rows[row, begin : begin + length]
-            begin += length
-            ours = relations(alone[0], document, 1, 8)
-            theirs = relations(alone[1], document, teacher_layer, 8)
-            for kind in exact:
-                kl = (theirs[kind] * (theirs[kind].log() - ours[kind].log())).sum()
-                exact[kind] = exact[kind] + kl / 8
-    module = Distillation(student, teacher, terms, pad_id=0)
-    loss, sums = module(batch, torch.tensor([1.0, 2.0, 3.0]))
-    expected = torch.stack([*exact.values()])
-    assert [term.name for term in module.terms] == ["queries", "keys", "values"]
-    assert expected.min() > 0.1
-    assert (sums - expected).abs().max() < 1e-5 * expected.min()
-
-    loss.backward()
-    (expected * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-    compared = 0
-    for (name, one), other in zip(student.named_parameters(), alone[0].parameters(), strict=True):
-        if other.grad is None:
-            assert one.grad is None, name  # the rest of the last layer, and the head
-        elif not (name.endswith("key.bias") and ".0." in name):  # whose true gradient is 0
-            assert one.grad is not None
-            assert (one.grad - other.grad).norm() < 1e-4 * other.grad.norm(), name
-            compared += 1
-    assert compared > 20
-
-
-def test_version_1_compares_attention_and_value_relations(
-    packed_ids: Tensor, documents: list[list[list[int]]]
-) -> None:
-    """Compare with the attention that Transformers returns, each document alone, in fp64."""
-    teacher = tiny_bert().requires_grad_(False)
-    student = build_student(
-        Student(architecture="same", num_layers=2, dropout=0, attention_dropout=0),
-        as_teacher(teacher),
-        seed=0,
-    )
-    objective = MiniLM(version=1, teacher_layer=2)
-    module = Distillation(
-        student, teacher, objective.terms(shape_of(student), shape_of(teacher)), pad_id=0
-    )
-    batch = drawn_batch(packed_ids)
-    _, sums = module(batch, torch.ones(2))
-    alone = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
-    for model in alone:
-        model.set_attn_implementation("eager")
-    exact = torch.zeros(2, dtype=torch.float64)
-    for row, row_documents in enumerate(documents):
-        begin = 0
-        for length in map(len, row_documents):
-            ids = batch.input_ids[row, begin : begin + length][None]
-            begin += length
-            probabilities = [
-                model(input_ids=ids, output_attentions=True).attentions[layer][0]
-                for model, layer in zip(alone, (1, 2), strict=True)
-            ]
-            heads = shape_of(teacher).num_heads
-            related = [
-                relations(model, ids[0], layer, heads)["value"]
-                for model, layer in zip(alone, (1, 2), strict=True)
-            ]
-            for i, (ours, theirs) in enumerate((probabilities, related)):
-                exact[i] += (theirs * (theirs.log() - ours.log())).sum() / heads
-    assert [term.name for term in module.terms] == ["attention", "values"]
-    assert exact.min() > 1e-3
-    assert (sums - exact).abs().max() < 1e-5 * exact.max()
 
 
 def test_version_1_needs_as_many_heads() -> None:
@@ -184,21 +65,6 @@ def values(tmp_path: Path, teacher_folder: Path, run_config: Settings) -> dict[s
     return run_config(tmp_path / "run", teacher_folder, **changes)
 
 
-def test_a_run_stops_and_resumes_as_if_it_never_had(values: dict[str, Any], tmp_path: Path) -> None:
-    start(values, stop_after=2)
-    start(values)
-    whole = {**values, "output": str(tmp_path / "whole")}
-    start(whole)
-    entries = history(whole["output"])
-    assert history(values["output"]) == entries
-    assert difference(values, whole, 4) == 0
-    steps = [entry for entry in entries if entry["kind"] == "train"]
-    assert len(steps) == 4
-    for entry in steps:  # each is a mean over tokens, with weight 1
-        parts = entry["queries"], entry["keys"], entry["values"]
-        assert entry["loss"] == pytest.approx(sum(parts), rel=1e-6) and min(parts) > 0
-
-
 def test_training_brings_the_relations_together(values: dict[str, Any]) -> None:
     values["optimizer"] = {"learning_rate": 1e-2}
     values["student"] = {**NARROW, "dropout": 0.0, "attention_dropout": 0.0}
@@ -208,28 +74,6 @@ def test_training_brings_the_relations_together(values: dict[str, Any]) -> None:
     entries = history(values["output"])
     losses = [entry["loss"] for entry in entries if entry["kind"] == "train"]
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
-
-
-@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=ZERO) for n in (1, 2))])
-def test_two_ranks_train_as_one(values: dict[str, Any], tmp_path: Path, stage: int) -> None:
-    """Check that DDP and ZeRO do not wait for the parameters without gradient."""
-    values["train"] |= {"micro_batch_size": 2}
-    values["student"] = {**NARROW, "dropout": 0.0, "attention_dropout": 0.0}
-    two = {**values, "output": str(tmp_path / "two")}
-    start(values)
-    ranks.run(2, rank_work.once, two, environment=ranks.zero(stage))
-    found = [weights(run, 4) for run in (values, two)]
-    # Neither optimizer has a state of what no term reaches: half of the last layer, and the head.
-    assert found[0].keys() == found[1].keys()
-    assert not [
-        name for name in found[0] if "cls." in name or ("layer.1.output" in name and "/" in name)
-    ]
-    one, other = ({k: v for k, v in tensors.items() if "/" not in k} for tensors in found)
-    assert one.keys() == other.keys() and len(one) > 30
-    for name, tensor in one.items():
-        if not name.endswith("layer.0.attention.self.key.bias"):  # whose true gradient is 0
-            size = tensor.abs().max().clamp(min=1e-3)
-            assert (tensor - other[name]).abs().max() < 1e-5 * size, name
 
 
 def test_a_student_without_a_head_is_saved_and_exported_without_one(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support import rank_work, ranks, runs, task_data
+from support import runs, task_data
 from support.results import losses
 from support.runs import step_folder
 from support.shipped import CONFIGS
@@ -135,16 +135,6 @@ def test_other_families_train_and_resume(family: str, tmp_path: Path) -> None:
     runs.start(resumed)
     whole, parts = (losses(each) for each in (values, resumed))
     assert whole == parts and len(whole) == 20
-
-
-@pytest.mark.slow
-def test_two_ranks_train_the_same(tmp_path: Path) -> None:
-    values = settings(tmp_path, train={"micro_batch_size": 3})
-    runs.start(values)
-    two = values | {"output": str(tmp_path / "two")}
-    ranks.run(2, rank_work.once, two)
-    one, both = (losses(each) for each in (values, two))
-    assert [both[step] for step in one] == pytest.approx([*one.values()], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Compare TinyBERT's distillation of layers with its formula on transformers' outputs; train."""
 
-import copy
 import csv
 import math
 from collections.abc import Callable
@@ -10,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import rank_work, ranks, task_data
-from support.batches import drawn_batch, mean_coefficients
+from support import ranks, task_data
 from support.families import build
-from support.results import difference, weights
+from support.results import weights
 from support.runs import RECIPE, history, refused, start, step_folder
 from support.shipped import CONFIGS, SPECIAL
 from support.task_data import run_of
-from support.tiny import as_teacher, save_teacher, tiny_bert
+from support.tiny import save_teacher
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -32,11 +30,7 @@ from pretrain.config import RunConfig
 from pretrain.contracts.terms import Shape
 from pretrain.data.order import Order
 from pretrain.export.export import export
-from pretrain.model.distillation import Distillation
-from pretrain.model.families import FAMILIES, shape_of
-from pretrain.model.loading import reinitialise
-from pretrain.model.model_config import Student
-from pretrain.model.student import build_student
+from pretrain.model.families import FAMILIES
 from pretrain.objectives.tinybert import TinyBert
 from pretrain.tasks.labelled.examples import LabelledRows
 
@@ -74,65 +68,6 @@ def inside(
         q, k = (x.unflatten(-1, (4, -1)).transpose(0, 1) for x in (query, key))
         scores.append(q @ k.mT / math.sqrt(q.shape[-1]))
     return scores, [x[0] for x in hidden]
-
-
-@pytest.mark.parametrize("layers", [None, (3, 0)])
-def test_the_loss_and_its_gradient_are_the_formula(
-    layers: tuple[int, ...] | None, packed_ids: Tensor, documents: list[list[list[int]]]
-) -> None:
-    """Evaluate each document alone, in fp64, as the authors' loop over layers does."""
-    teacher = tiny_bert().requires_grad_(False)
-    config = Student(**NARROW, dropout=0, attention_dropout=0)
-    student = build_student(config, as_teacher(teacher), seed=0)
-    objective = TinyBert(layers=layers, attention=0.5, embedding=2)
-    shapes = shape_of(student), shape_of(teacher)
-    adapters = objective.adapters(*shapes)
-    reinitialise(adapters, seed=1)
-    with torch.no_grad():
-        for parameter in (*student.parameters(), *adapters.parameters()):
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    alone = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
-    exact_adapters: Any = copy.deepcopy(adapters).double()
-    fit = exact_adapters["hidden"]
-
-    batch = drawn_batch(packed_ids)
-    sums, num_pairs, num_tokens = [torch.zeros(()).double() for _ in range(3)], 0, 0
-    for row, row_documents in enumerate(documents):
-        begin = 0
-        for n in map(len, row_documents):
-            document = batch.input_ids[row, begin : begin + n]
-            begin, num_pairs, num_tokens = begin + n, num_pairs + n * n, num_tokens + n
-            (s, h), (ts, th) = (inside(model, document) for model in alone)
-            for layer, theirs in enumerate(layers or (1, 3)):
-                limited = (torch.where(x <= -1e2, 0.0, x) for x in (s[layer], ts[theirs]))
-                sums[0] = sums[0] + nn.functional.mse_loss(*limited) * n * n
-                sums[1] = sums[1] + nn.functional.mse_loss(fit(h[layer + 1]), th[theirs + 1]) * n
-            sums[2] = sums[2] + nn.functional.mse_loss(fit(h[0]), th[0]) * n
-    means = torch.stack([sums[0] / num_pairs, sums[1] / num_tokens, sums[2] / num_tokens])
-    expected = torch.tensor([0.5, 1.0, 2.0]).double() @ means
-
-    module = Distillation(student, teacher, objective.terms(*shapes), pad_id=0, adapters=adapters)
-    assert [term.name for term in module.terms] == ["attention", "hidden", "embedding"]
-    loss, found = module(batch, mean_coefficients(module.terms, batch))
-    counts = [batch.counts[term.over] for term in module.terms]
-    assert counts == [num_pairs, num_tokens, num_tokens]
-    assert means.min() > 0.1
-    torch.testing.assert_close(found.double() / torch.tensor(counts), means, rtol=1e-5, atol=0)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
-
-    loss.backward()
-    expected.backward()
-    ours = dict(module.named_parameters())
-    exact = {f"student.{name}": p for name, p in alone[0].named_parameters()}
-    exact |= {f"adapters.{name}": p for name, p in exact_adapters.named_parameters()}
-    assert ours.keys() == exact.keys()
-    for name, parameter in exact.items():
-        gradient = ours[name].grad
-        if parameter.grad is None:
-            assert gradient is None and "cls.predictions" in name, name
-        else:
-            assert gradient is not None
-            assert (gradient - parameter.grad).norm() < 1e-4 * parameter.grad.norm(), name
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
@@ -189,26 +124,6 @@ def adapters(values: dict[str, Any], step: int) -> dict[str, Tensor]:
     return load_file(step_folder(values["output"], step) / "adapters.safetensors")
 
 
-def test_a_run_stops_and_resumes_as_if_it_never_had(values: dict[str, Any], tmp_path: Path) -> None:
-    start(values, stop_after=2)
-    start(values)
-    whole = {**values, "output": str(tmp_path / "whole")}
-    start(whole)
-    entries = history(whole["output"])
-    assert history(values["output"]) == entries
-    assert difference(values, whole, 4) == 0
-    first, last, other = adapters(whole, 3), adapters(whole, 4), adapters(values, 4)
-    assert last.keys() == {"hidden.weight", "hidden.bias"}
-    for name, tensor in last.items():
-        assert tensor.equal(other[name]) and not tensor.equal(first[name])
-        assert f"adapters.{name}/exp_avg" in weights(whole, 4)
-    steps = [entry for entry in entries if entry["kind"] == "train"]
-    assert len(steps) == 4
-    for entry in steps:
-        parts = entry["attention"], entry["hidden"], entry["embedding"]
-        assert entry["loss"] == pytest.approx(sum(parts), rel=1e-6) and min(parts) > 0
-
-
 def test_training_brings_the_models_together(values: dict[str, Any]) -> None:
     values["optimizer"] = {"learning_rate": 1e-2}
     values["student"] = {**NARROW, "dropout": 0.0, "attention_dropout": 0.0}
@@ -219,21 +134,6 @@ def test_training_brings_the_models_together(values: dict[str, Any]) -> None:
     for name in ("attention", "hidden", "embedding"):
         losses = [entry[name] for entry in steps]
         assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), name
-
-
-@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=ZERO) for n in (1, 2))])
-def test_two_ranks_train_as_one(values: dict[str, Any], tmp_path: Path, stage: int) -> None:
-    values["train"] |= {"micro_batch_size": 2}
-    values["student"] = {**NARROW, "dropout": 0.0, "attention_dropout": 0.0}
-    two = {**values, "output": str(tmp_path / "two")}
-    start(values)
-    ranks.run(2, rank_work.once, two, environment=ranks.zero(stage))
-    one, other = (weights(run, 4) | adapters(run, 4) for run in (values, two))
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        if "/" not in name:
-            size = tensor.abs().max().clamp(min=1e-3)
-            assert (tensor - other[name]).abs().max() < 1e-5 * size, name
 
 
 def test_the_export_has_an_untrained_pooler_and_no_adapter(
