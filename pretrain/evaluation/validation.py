@@ -18,7 +18,6 @@ from torch import nn
 from pretrain.contracts.terms import TeacherLabels
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
-from pretrain.model.model_config import Projected
 from pretrain.model.student import build_student
 from pretrain.model.teacher import (
     Teacher,
@@ -125,8 +124,7 @@ def students_at_start(
         key = (layers, begun.architecture, sizes)
         if key in found or sealed[1]["teacher"]["sha256"] != weights:
             continue
-        if not isinstance(begun.init, Projected):
-            begun = begun.model_copy(update={"init": layers, "num_layers": None})
+        begun = begun.model_copy(update={"init": layers, "num_layers": None})
         model = build_student(begun, teacher, config.train.seed, needs_head=needs_head)
         found[key] = name, model.eval()
     return {

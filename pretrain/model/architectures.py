@@ -43,9 +43,8 @@ class Architecture:
             )
         layers = teacher.num_hidden_layers
         listed = config.init if isinstance(config.init, tuple) else ()
-        projects = not isinstance(config.init, tuple | str)
         num_layers = len(listed) or config.num_layers or max(1, layers // 2)
-        if (config.init == "teacher" or projects) and num_layers > layers:
+        if config.init == "teacher" and num_layers > layers:
             raise RunError(
                 f"student.num_layers {num_layers} is more than the teacher's {layers}; "
                 "ask for fewer, or set student.init: random"
@@ -58,10 +57,8 @@ class Architecture:
             if own not in (None, there) and (listed or config.init == "teacher"):
                 raise RunError(
                     f"student.{name} {own}: the teacher has {there}, so its layers cannot be "
-                    "copied; set student.init: random, or {project: teacher} for fewer"
+                    "copied; set student.init: random"
                 )
-            if projects and own is not None and own > there:
-                raise RunError(f"student.{name} {own}: is more than the teacher's {there}")
             sizes = sizes._replace(**{name: own or there})
         if sizes.hidden_size % sizes.num_attention_heads:
             raise RunError(

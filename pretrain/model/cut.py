@@ -1,4 +1,4 @@
-"""Copy a model's weights into a smaller one: of fewer tokens or neurons, or narrower."""
+"""Copy a model's weights into a smaller one: of fewer tokens, heads or neurons."""
 
 from __future__ import annotations
 
@@ -38,16 +38,15 @@ class Way(NamedTuple):
         """Return which of all numbers belong to some units."""
         return kept.repeat_interleave(self.width)
 
-    def cuts(self, numbers: Tensor, hidden: Tensor | None = None) -> Cuts:
-        """Return how its layers are cut to some numbers of its units, and of the hidden state."""
+    def cuts(self, numbers: Tensor) -> Cuts:
+        """Return how its layers are cut to some numbers of its units."""
         places = numbers.nonzero().squeeze(1)
         found: Cuts = {
-            id(self.reads.weight): (hidden, places),
-            id(self.reads.bias): (hidden,),
+            id(self.reads.weight): (None, places),
         }
         for linear in self.makes:
             rows = rows_of(linear, numbers).nonzero().squeeze(1)
-            found |= {id(linear.weight): (rows, hidden), id(linear.bias): (rows,)}
+            found |= {id(linear.weight): (rows,), id(linear.bias): (rows,)}
         return found
 
 

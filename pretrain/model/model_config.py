@@ -64,13 +64,6 @@ class Model(Keys):
         return self
 
 
-class Projected(Keys):
-    """Take the teacher's largest weights for a narrower student: pretrain/model/student.py."""
-
-    project: Literal["teacher"]
-    """What it is cut from."""
-
-
 class Student(Keys):
     """Hold the sizes of the student and the source of its weights."""
 
@@ -82,16 +75,15 @@ class Student(Keys):
     """How many layers. None: half of the teacher's, as many as `init` lists, or one in a bilstm."""
     hidden_size: int | None = Field(None, ge=1, le=2**14)
     """Width; of a bilstm, of both directions (None: 300). None: the teacher's. Another one needs
-    `init: random`, `{project: teacher}` or a folder, and so below.
+    `init: random` or a folder, and so below.
     """
     num_attention_heads: int | None = Field(None, ge=1, le=2**10)
     """Heads of each layer. None: as many as the teacher has."""
     intermediate_size: int | None = Field(None, ge=1, le=2**16)
     """Inner width of the feed-forward part. None: the teacher's. Of a bilstm's classifier: 200."""
-    init: Projected | tuple[int, ...] | str = "teacher"
+    init: tuple[int, ...] | str = "teacher"
     """`teacher` (its layers, evenly spaced up to the last), a list of the teacher's layers from 0,
-    `{project: teacher}` (those layers, with the largest weights that a narrower student has room
-    for), `random` (the paper loses 3.7 points of GLUE with it; a bilstm's default), or a folder to
+    `random` (the paper loses 3.7 points of GLUE with it; a bilstm's default), or a folder to
     continue from.
     """
     dropout: float = Field(0.1, ge=0, lt=1)

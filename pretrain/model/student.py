@@ -1,13 +1,4 @@
-"""Build the student: from the teacher's layers, at random, or from a folder; or a new BERT.
-
-A narrower student may get the largest weights of a model of as many layers. Of the hidden state
-those numbers stay whose weights in all layers together have the largest sum of squares; in each
-layer those heads, in each head those numbers, and those neurons. All keep their order, and the rest
-of the model is cut to the same numbers of the hidden state. Nothing is exact: a sum of fewer
-products is smaller, which the norms make good for the most part.
-
-Shapes: D width of the model, d width of the student.
-"""
+"""Build the student: from the teacher's layers, at random, or from a folder; or a new BERT."""
 
 from __future__ import annotations
 
@@ -23,69 +14,16 @@ from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.contracts.terms import Sizes
 from pretrain.model.architectures import architecture_of
-from pretrain.model.cut import Cuts, Way, cut_into, ways
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
 from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length, reinitialise
-from pretrain.model.model_config import Model, Projected, Student
+from pretrain.model.model_config import Model, Student
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
 from pretrain.model.word_vectors import read_vectors
 from pretrain.plan import default_layers
 from pretrain.run_folder import check_source
-
-
-@torch.no_grad()
-def project(model: Any, student: Any) -> None:
-    """Copy a model's weights into a student of the same family and depth, of at most its width.
-
-    Raises:
-        RunError: it is wider, or its positions are angles of a head's numbers and its heads are
-            narrower.
-    """
-    both = [*zip(ways(model), ways(student), strict=True)]
-    squares_D = torch.zeros(model.config.hidden_size)
-    for layer, _ in both:
-        for way in layer:
-            squares_D += way.reads.weight.square().sum(1)
-            squares_D += sum(linear.weight.square().sum(0) for linear in way.makes)
-    hidden = largest(squares_D, student.config.hidden_size)
-    cuts: Cuts = {}
-    for layer, own in both:
-        for way, small in zip(layer, own, strict=True):
-            if small.width != way.width and hasattr(model.config, "rope_parameters"):
-                raise RunError(
-                    f"student: its heads have {small.width} numbers, the teacher's {way.width}, "
-                    "which are turned by positions; change num_attention_heads or hidden_size"
-                )
-            cuts |= way.cuts(chosen(way, small), hidden)
-    shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
-    for name, source in model.named_parameters():
-        if id(source) not in cuts and name in shapes:  # embeddings, norms and the head
-            same = map(int.__eq__, source.shape, shapes[name])
-            cuts[id(source)] = tuple(None if s else hidden for s in same)
-    cut_into(model, student, cuts)
-
-
-def largest(values: Tensor, num: int) -> Tensor:
-    """Return the places of the largest values of each row [.., num], in their order."""
-    return values.topk(num).indices.sort().values
-
-
-def chosen(way: Way, small: Way) -> Tensor:
-    """Return which numbers of all units of a layer stay."""
-    squares_UW = way.squares()
-    if small.num > way.num or small.width > way.width:
-        raise RunError(
-            f"student: has {small.num} units of {small.width} numbers in a layer, the teacher "
-            f"{way.num} of {way.width}; take no more"
-        )
-    units = largest(squares_UW.sum(1), small.num)
-    found_UW = torch.zeros_like(squares_UW, dtype=torch.bool)
-    found_UW[units[:, None], largest(squares_UW[units], small.width)] = True
-    return found_UW.flatten()
-
 
 _SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
 NEW_HEAD = "it had no trained masked-language-model head: it got a new one, tied to its embeddings"
@@ -149,8 +87,7 @@ def build_student(
         )
 
     layers: tuple[int, ...] = ()  # the teacher's layers that it starts from
-    projects = isinstance(config.init, Projected)
-    if config.init == "teacher" or projects:
+    if config.init == "teacher":
         period = family.period(theirs) if architecture == kind else 1
         layers = default_layers(theirs.num_hidden_layers, num_layers, period)
     elif isinstance(config.init, tuple):
@@ -166,11 +103,7 @@ def build_student(
     numbers = " and ".join(", ".join(map(str, layers)).rsplit(", ", 1))
     begun = f"the teacher's layer{'s' if len(layers) > 1 else ''} {numbers}"
     notes.append(f"the student began from {begun if layers else 'random weights'}")
-    if projects:
-        as_wide = {"init": "teacher", **dict.fromkeys(_SIZES)}
-        project(build_student(config.model_copy(update=as_wide), teacher, seed), student)
-        notes[-1] += ", cut to the largest weights for its width"
-    elif not layers:
+    if not layers:
         reinitialise(student, seed)
         family.initialise(student, seed)
         if vectors is not None:

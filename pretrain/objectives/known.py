@@ -45,6 +45,7 @@ else:
 # Keys that runs of earlier versions have recorded, each with the values that are gone: first the
 # one that all runs have now, or None.
 GONE: dict[str, tuple[Any, ...]] = {
+    "student.init": ("teacher", {"project": "teacher"}),
     "train.compile": (False, True),
     "masking.mode": (None, "span"),
     "objective.divergence": ("forward", "reverse", "js"),
