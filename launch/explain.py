@@ -18,7 +18,7 @@ from data_prep.messages import one_line
 from launch.recipe_config import Recipe, filled
 from launch.stage_keys import SweepKeys
 from pretrain.config import RunConfig
-from pretrain.objectives.known import GONE, with_objective
+from pretrain.objectives.known import GONE, objective_kind, with_objective
 
 _SHOWN, _LONGEST = 60, 300  # characters of what was given, and of a sentence
 # What a section most often means where a single value was given for it.
@@ -193,6 +193,13 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], location: Sequence[
     key, name = one_line(".".join(map(str, location)), _SHOWN), str(name)
     node, section = _node(model, values, parent)
     siblings = list(_properties(model, node, section))
+    if parent[-1:] == ["objective"] and ":" in str(section.get("name")):  # of a user's own file
+        with suppress(ValueError):
+            kind = objective_kind({"objective": section})
+            siblings = [*kind.model_fields] if kind is not None else []
+            close = difflib.get_close_matches(name, siblings, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(siblings)}"
+            return f"unknown key {key}; {hint}"
     if ".".join(map(str, location[-2:])) in GONE:
         return f"key {key} is gone in this version: remove it"
     if ":" in name:

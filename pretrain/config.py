@@ -305,8 +305,8 @@ class RunConfig(Keys):
             values.pop(key, None)
         if self.card == Card():
             values.pop("card", None)  # absent where keys are chosen
-        if own := kept(self.objective):
-            values["own"] = own
+        if (own := kept(self.objective)) is not None:
+            values["own"] = own.model_dump(mode="json")
         return values
 
     @classmethod
@@ -317,8 +317,8 @@ class RunConfig(Keys):
             ValidationError: the values are those of no run.
         """
         found = without_gone(values)
-        if "own" in found:  # a user's file, which nothing loads by itself
-            found["objective"] = Recorded.of(found["objective"], found["own"])
+        if (own := Recorded.of(found)) is not None:  # nothing loads a user's file by itself
+            found["objective"] = own
         return cls.model_validate(found)
 
     def unread(self) -> dict[str, str]:

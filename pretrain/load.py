@@ -31,6 +31,7 @@ from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.model.word_vectors import check_vectors
 from pretrain.monitor.metrics import Progress
+from pretrain.objectives.own import checked, one_line
 from pretrain.plan import num_steps
 from pretrain.run_folder import (
     another_run,
@@ -166,13 +167,9 @@ def load_inputs(
     # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
     theirs = examples.shape(shape_of(teacher.model) if teacher is not None else None)
     shapes = shape_of(student), theirs
-    terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
-    said = [(part.over, part.teacher) for part in config.objective.parts]
-    if said != (made := [(term.over, term.needs_teacher) for term in terms]):
-        raise RunError(
-            f"objective {config.objective.name}: its parts say (over, teacher) {said}, and its "
-            f"terms {made}: both need the same order"
-        )
+    terms = checked(config.objective, *shapes)
+    with one_line(f"objective {config.objective.name}: adapters()"):
+        adapters = config.objective.adapters(*shapes)
     signals = any(isinstance(term, SignalTerm) and term.student for term in terms)
     if not family_of(student).attends and signals:
         raise RunError(

@@ -18,6 +18,7 @@ from pretrain.contracts.terms import Sizes
 from pretrain.data.order import Order
 from pretrain.model.architectures import architecture_of
 from pretrain.model.config_file import read_config
+from pretrain.objectives.own import one_line
 from pretrain.run_folder import sealed_state
 
 FEWEST_STEPS = 200  # a student has hardly left its warm-up before
@@ -135,7 +136,8 @@ def plan(
     elif teacher is not None:
         student = architecture_of(config.student.architecture).sizes(config.student, teacher)
     if student is not None and teacher is not None:
-        config.objective.check(student.shape, teacher.shape)
+        with one_line(f"objective {config.objective.name}: check()"):
+            config.objective.check(student.shape, teacher.shape)
     both = {"teacher": teacher, "student": student}
     lines = [f"{name}: {sizes}" for name, sizes in both.items() if sizes]
     if config.teacher is not None and teacher is None:

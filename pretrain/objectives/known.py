@@ -9,14 +9,16 @@ from pydantic import (
     Field,
     SerializeAsAny,
     TypeAdapter,
+    ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
 
 import pretrain.objectives
+from pretrain import RunError
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.objective import Objective as AnyObjective
-from pretrain.objectives.own import Recorded, own_class
+from pretrain.objectives.own import Recorded, own_class, validated
 from pretrain.tasks.folders import TASKS, named
 from pretrain.tasks.task import Task
 
@@ -32,7 +34,7 @@ def _or_own(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     if isinstance(value, AnyObjective):
         return value
     kind = objective_kind({"objective": value})
-    return kind.model_validate(value) if kind is not None and kind.file_sha256 else check(value)
+    return validated(kind, value) if kind is not None and kind.file_sha256 else check(value)
 
 
 if TYPE_CHECKING:
@@ -95,19 +97,23 @@ def objective_kind(values: Any) -> type[AnyObjective] | None:
     section = values.get("objective", {})
     if not isinstance(section, dict):
         return None
-    name = str(section.get("name", DistilBert().name))
-    if ":" in name:
+    name = section.get("name", DistilBert().name)
+    if isinstance(name, str) and ":" in name:
         return own_class(name)
-    kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
-    return kinds.get(name)
+    return {kind.model_fields["name"].default: kind for kind in OBJECTIVES}.get(str(name))
 
 
 def objective_of(state: Mapping[str, Any]) -> AnyObjective:
     """Return the objective of the run that a checkpoint's state is of."""
     config = without_gone(state["config"])
     values = config["objective"]
-    if "own" in config:
-        return Recorded.of(values, config["own"])
+    try:
+        if (own := Recorded.of(config)) is not None:
+            return own
+    except ValidationError:
+        raise RunError(
+            f"objective {values['name']}: the run does not say what it was; restore its state.json"
+        ) from None
     found: AnyObjective = TypeAdapter(Objective).validate_python(values)
     return found
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support.runs import RECIPE, step_folder
+from support.runs import RECIPE, edit_state, step_folder
 from transformers import AutoModel
 
 from pretrain.run_folder import recorded
@@ -120,7 +120,15 @@ def test_nothing_is_loaded_of_a_run_that_is_only_read(distil: Any, config: dict[
         ("my_loss:Other", "has no subclass Other"),
         ("my_loss:Part", "has no subclass Part"),
         ("my_loss:Objective", "does not define parts, terms"),
-        ("broken:Hint", "broken.py fails: ZeroDivisionError"),
+        ("my_loss:", "has no subclass"),
+        ("broken:Hint", "its code fails: ZeroDivisionError"),
+        ("syntax:Hint", "line 2: invalid syntax"),
+        ("exits:Hint", "its code fails: SystemExit"),
+        ("sibling:Hint", "No module named 'helper'"),
+        ("model/deep/my_loss:Hint", "nothing is loaded from a model's folder"),
+        ("model.deep.my_loss:Hint", "no such module"),
+        ("yaml:Other", "has no subclass Other"),
+        ("model:Hint", "no such module"),
         ("model/my_loss:Hint", "nothing is loaded from a model's folder"),
         (":", "there is no file"),
     ],
@@ -131,7 +139,13 @@ def test_a_name_that_gives_no_objective_is_one_line(
     Path("broken.py").write_text("1 / 0\n", encoding="utf-8")
     Path("model").mkdir()
     Path("model/config.json").write_text("{}", encoding="utf-8")
-    Path("model/my_loss.py").write_text(block("python"), encoding="utf-8")
+    Path("model/deep").mkdir()
+    for file in ("model/my_loss.py", "model/deep/my_loss.py"):
+        Path(file).write_text(block("python"), encoding="utf-8")
+    Path("syntax.py").write_text("x = 1\ndef\n", encoding="utf-8")
+    Path("exits.py").write_text("raise SystemExit(0)\n", encoding="utf-8")
+    Path("sibling.py").write_text("import helper\n", encoding="utf-8")
+    Path("yaml.py").write_text(block("python"), encoding="utf-8")
     config["objective"]["name"] = name
     write(config)
     code, _, err = distil("pretrain", "hint.yaml", "--dry-run")
@@ -139,10 +153,95 @@ def test_a_name_that_gives_no_objective_is_one_line(
     assert len(err.strip().splitlines()) == 1
 
 
+def test_a_file_may_have_the_name_of_a_module(distil: Any, config: dict[str, Any]) -> None:
+    Path("yaml.py").write_text(block("python"), encoding="utf-8")
+    config["objective"]["name"] = "yaml:Hint"
+    write(config)
+    code, out, err = distil("pretrain", "hint.yaml", "--dry-run")
+    assert code == 0, out + err
+
+
+MARK = "import os\nos.close(os.open('executed', os.O_CREAT))\n"
+
+
+@pytest.mark.parametrize("own", ["kept", "gone", "empty", "odd"])
+@pytest.mark.parametrize("where", ["", "deep/"])
+def test_a_strangers_folder_executes_nothing(
+    distil: Any, config: dict[str, Any], own: str, where: str
+) -> None:
+    """Let a run that somebody gives name a class of its own folder."""
+    write(config | {"output": "gift"})
+    assert distil("pretrain", "hint.yaml").code == 0
+    gift = Path("gift")
+    (gift / "deep").mkdir()
+    (gift / where / "evil.py").write_text(MARK + block("python"), encoding="utf-8")
+    name = f"gift/{where}evil:Hint"
+
+    def spoil(values: dict[str, Any]) -> None:
+        values["objective"]["name"] = name
+        known = {"gone": None, "empty": {}, "odd": {"parts": [1]}}
+        if own != "kept":
+            values["own"] = known[own]
+            if own == "gone":
+                del values["own"]
+
+    values = json.loads((gift / "config.json").read_text())
+    spoil(values)
+    (gift / "config.json").write_text(json.dumps(values))
+    edit_state(step_folder(gift, 4), lambda state: spoil(state["config"]))
+    shards, folder = config["shards"], ("--teacher", config["teacher"], "--same-vocabulary")
+    other = {**config, "output": "next", "teacher": "gift", "student": {"num_layers": 1}}
+    other["objective"] = {"name": "minilm", "relation_heads": 2}
+    write(other)
+    commands: list[tuple[Any, ...]] = [
+        ("report", gift),
+        ("evaluate", gift, shards, *folder),
+        ("export", gift, "out"),
+        ("replay", gift, "--step", 2),
+        ("pretrain", "hint.yaml"),
+        ("pretrain", "hint.yaml", "output=gift"),
+        ("config", "show", gift / "config.json"),
+        ("config", "show", "hint.yaml", "--diff", gift),
+        ("pretrain", gift / "config.json"),
+    ]
+    for command in commands:
+        code, out, err = distil(*command)
+        assert code in (0, 2) and "Traceback" not in out + err, (command, err)
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "part"),
+    [
+        ("return (\n", "return list(\n", "`parts` is no tuple of Part"),
+        ("squares),)", "squares))", "`terms` returns no tuple"),
+        ('("layers",)', '("layer",)', "a part reads 'layer'; there are logits"),
+        ('("layers",)', "()", "its part reads `layers`"),
+        (".sum()", ".sum().item()", "its code fails: TypeError"),
+        (".sum()", ".sum().detach()", "has no gradient"),
+        ("wide(theirs_BLD)", "theirs_BLD.nothing", "has no attribute 'nothing'"),
+        ("def terms(self, student, teacher)", "def terms(self, student)", "its code fails"),
+        ("def adapters(self", "def check(self): ...\n\n    def adapters(self", "its code fails"),
+    ],
+)
+def test_an_error_of_the_class_is_one_line(
+    distil: Any, config: dict[str, Any], before: str, after: str, part: str
+) -> None:
+    text = block("python")
+    assert before in text
+    text = text.replace(before, after)
+    Path("my_loss.py").write_text(text, encoding="utf-8")
+    write(config)
+    code, _, err = distil("pretrain", "hint.yaml")
+    assert code == 2 and part in " ".join(err.split()), err
+    assert len(err.strip().splitlines()) == 1
+
+
 def test_mistakes_in_keys_and_parts_are_named(distil: Any, config: dict[str, Any]) -> None:
     for key, value, part in (
         ("hint", -1, "objective.hint"),
-        ("hnit", 1, "objective.hnit"),
+        ("hnit", 1, "objective.hnit; did you mean hint?"),
+        ("name", {"my_loss": None}, "objective"),
     ):
         write({**config, "objective": {**config["objective"], key: value}})
         code, _, err = distil("pretrain", "hint.yaml", "--dry-run")
