@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from support.runs import RECIPE, edit_state, step_folder
 from transformers import AutoModel
 
+from launch.config import load_config
+from pretrain.config import RunConfig
 from pretrain.run_folder import recorded
 
 PAGE = Path(__file__).parents[2] / "docs" / "papers" / "TEMPLATE.md"
@@ -49,6 +51,8 @@ def write(values: dict[str, Any]) -> None:
 
 
 def test_the_page_leads_to_a_model(distil: Any, config: dict[str, Any]) -> None:
+    write(yaml.safe_load(block("yaml")))  # as it stands, but for the demo's shards
+    assert Path(load_config(RunConfig, Path("hint.yaml")).teacher or "", "config.json").is_file()
     write(config)
     code = [line for line in block("python").splitlines() if line and "import" not in line]
     assert len(code) <= 25

@@ -131,7 +131,8 @@ class LabelledRows(Examples):
         begins_E = ends_E - lengths_E
         index_P = np.arange(longest)
         places = np.where(index_P < lengths_E[:, None], begins_E[:, None] + index_P, -1)
-        labels = {name: rows[name] for name in rows.keys() - {"input_ids", "number", "second"}}
+        others = ("input_ids", "number", "second")
+        labels = {name: tensor for name, tensor in rows.items() if name not in others}
         for name in labels.keys() & self.predicts.by_token:
             labels[name] = labels[name][:, :longest].contiguous()
         labels |= {"number": rows["number"], PLACES: torch.from_numpy(places)}
