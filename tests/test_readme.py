@@ -48,7 +48,7 @@ def test_every_command_of_the_guide_runs_after_the_demo(
 
 
 def test_commands_are_shown_as_run_only_where_a_test_runs_them() -> None:
-    """Elsewhere a block is text. See test_pages.py, test_paper_recipe.py and test_own_objective.py, too."""
+    """Elsewhere a block is text. test_pages, test_paper_recipe, test_own_objective run some."""
     shown = {page.name for page in (ROOT / "docs").rglob("*.md") if "```bash" in page.read_text()}
     assert shown == {"guide.md", "own-language.md", "reproduce-distilbert.md", "TEMPLATE.md"}
 
