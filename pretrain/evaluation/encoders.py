@@ -120,22 +120,24 @@ def untrained(models: Sequence[str], teacher: TextEncoder | OnnxEncoder) -> dict
 def validation_texts(shards: Path, most: int = DOCUMENTS) -> list[str]:
     """Return up to `most` whole documents of a corpus's validation rows, evenly spaced.
 
-    They are the kept texts, or the tokens turned back into text.
+    They are the kept texts, or the tokens turned back into text; the pieces in its rows, if all
+    documents are longer than these.
     """
     rows = open_shards(shards, "validation")
     manifest, segments = rows.manifest, Segments(rows)
-    found = segments.of_rows(np.arange(len(rows)))
+    found, texts = segments.of_rows(np.arange(len(rows))), list[str]()
     if manifest.has_texts:
         texts = [text for text in segments.texts(0, len(segments)) if text is not None]
-    else:
+    if not texts:
         tokens, special = of_shards(shards, manifest), manifest.tokenizer.special_ids
         ids = rows.rows(np.arange(len(rows))).flatten().astype(np.int64)
         ids = ids[ids != special.pad]
-        pieces = np.split(ids, np.flatnonzero(ids == special.cls))
-        whole = [piece for piece, kept in zip(pieces[1:], found.whole, strict=True) if kept]
-        texts = [tokens.backend.decode(piece.tolist()) for piece in whole]
-    if not texts:
-        raise RunError(f"{shards}: no validation document is whole; take longer rows")
+        pieces = np.split(ids, np.flatnonzero(ids == special.cls))[1:]
+        if not found.whole.any():
+            warn(f"{shards}: no validation document is whole; the pieces in its rows are compared")
+        whole = found.whole if found.whole.any() else np.ones(len(pieces), bool)
+        some = [piece for piece, kept in zip(pieces, whole, strict=True) if kept]
+        texts = [tokens.backend.decode(piece.tolist()) for piece in some]
     return [texts[i * len(texts) // min(most, len(texts))] for i in range(min(most, len(texts)))]
 
 

@@ -1,6 +1,7 @@
 """Compare figures of encoders with scipy and naive loops, and a run's rows with its parts."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.runs import RECIPE, refused, start
+from support.tiny import ROW_LENGTH, VOCABULARY
 from transformers import AutoModel, AutoTokenizer
 
 from data_prep import CorpusError
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
 from pretrain.evaluation.encoders import (
     compare_vectors,
     compare_with_scores,
@@ -220,3 +224,30 @@ def test_the_teacher_of_the_runs_is_taken_and_different_ones_are_refused(
     shutil.rmtree(other)
     code, out, error = distil("evaluate", tmp_path / "b", corpus, "--rows", 4)
     assert code == 0 and "without the runs' teacher" in out and UNTRAINED not in out, error
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_pieces_are_compared_where_no_document_is_whole(
+    keep: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = random.Random(1)
+    words = [word for word in VOCABULARY[5:] if word.isalpha()]
+    texts = [" ".join(draw.choices(words, k=50)) for _ in range(40)]
+    (tmp_path / "all.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
+    values = {
+        "output": tmp_path / "shards",
+        "tokenizer": str(tmp_path / "vocab.txt"),
+        "sources": [{"kind": "text", "path": str(tmp_path / "all.txt"), "document": "paragraph"}],
+        "row_length": ROW_LENGTH,
+        "validation": 0.2,
+        "workers": 1,
+        "keep_text": keep,
+    }
+    prepare(CorpusConfig.model_validate(values))
+    found = validation_texts(tmp_path / "shards", 1000)
+    assert "no validation document is whole" in capsys.readouterr().err
+    # Each is a part of one text, and together they are whole texts.
+    assert all(sum(piece in text for text in texts) == 1 for piece in found)
+    whole = [text for text in texts if any(piece in text for piece in found)]
+    assert sum(len(piece.split()) for piece in found) == 50 * len(whole) > 0
