@@ -238,3 +238,20 @@ def test_from_pretrained_is_called_only_in_checked_places() -> None:
     written_by_us.add("pretrain/export/onnx/graph.py")  # the export, before it is renamed
     tokenizers = {f"data_prep/tokens/{name}.py" for name in ("agreement", "loading")}
     assert places == {*tokenizers, "pretrain/model/loading.py"} | written_by_us
+
+
+def test_only_a_few_files_import_a_module_by_its_name() -> None:
+    """The names are this project's own, the launcher's, and in own.py what a user's config names."""
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute | ast.Name | ast.alias)
+        and getattr(node, "attr", getattr(node, "id", getattr(node, "name", "")))
+        in ("import_module", "exec_module", "spec_from_file_location", "load_module", "runpy")
+    }
+    assert found == {
+        *("pretrain/__init__.py", "pretrain/objectives/own.py", "pretrain/tasks/folders.py"),
+        *("launch/torchrun/entry.py", "launch/torchrun/rank.py"),
+    }
