@@ -241,7 +241,7 @@ def test_from_pretrained_is_called_only_in_checked_places() -> None:
 
 
 def test_only_a_few_files_import_a_module_by_its_name() -> None:
-    """The names are this project's own, the launcher's, and in own.py what a user's config names."""
+    """The names are this project's own, the launcher's, and in own.py a config's."""
     found = {
         path.relative_to(ROOT).as_posix()
         for folder in FOLDERS

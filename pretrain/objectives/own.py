@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-from pydantic import ConfigDict, PrivateAttr
+from pydantic import ConfigDict, PrivateAttr, ValidationError
 
 from data_prep.keys import Keys
 from pretrain import RunError
@@ -85,7 +85,7 @@ def one_line(begin: str, kind: type[Exception] = RunError) -> Iterator[None]:
     """Turn any error of a user's code into one line, an error of this kind."""
     try:
         yield
-    except kind:
+    except (ValidationError, RunError):
         raise
     except SyntaxError as error:
         raise kind(f"{begin}: line {error.lineno}: {error.msg}") from error

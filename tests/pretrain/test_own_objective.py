@@ -127,6 +127,7 @@ def test_nothing_is_loaded_of_a_run_that_is_only_read(distil: Any, config: dict[
         ("my_loss:", "has no subclass"),
         ("broken:Hint", "its code fails: ZeroDivisionError"),
         ("syntax:Hint", "line 2: invalid syntax"),
+        ("value:Hint", "value:Hint: its code fails: ValueError"),
         ("exits:Hint", "its code fails: SystemExit"),
         ("sibling:Hint", "No module named 'helper'"),
         ("model/deep/my_loss:Hint", "nothing is loaded from a model's folder"),
@@ -147,6 +148,7 @@ def test_a_name_that_gives_no_objective_is_one_line(
     for file in ("model/my_loss.py", "model/deep/my_loss.py"):
         Path(file).write_text(block("python"), encoding="utf-8")
     Path("syntax.py").write_text("x = 1\ndef\n", encoding="utf-8")
+    Path("value.py").write_text("int('x')\n", encoding="utf-8")
     Path("exits.py").write_text("raise SystemExit(0)\n", encoding="utf-8")
     Path("sibling.py").write_text("import helper\n", encoding="utf-8")
     Path("yaml.py").write_text(block("python"), encoding="utf-8")
