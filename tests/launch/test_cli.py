@@ -215,7 +215,7 @@ def test_commands_run_in_new_processes(distil: Distil, run: Path, names: tuple[s
     commands: dict[str, tuple[tuple[object, ...], str]] = {
         "verify": (("verify", shards), "are whole"),
         "inspect": (("inspect", shards), "tokens"),
-        "report": (("report", out, "--text"), "finished"),
+        "report": (("report", out), "finished"),
         "replay": (("replay", out, "--step", "1"), "step 1"),
         "evaluate": (("evaluate", out, shards), "accuracy"),
         "export": (("export", out, run.parent / "exported"), "exported"),
