@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +14,18 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 from seqeval.metrics import f1_score as seqeval_f1
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from support import task_data
 from torchmetrics.functional.text.squad import squad
 
+from data_prep.examples.examples_config import ExamplesConfig
+from data_prep.examples.making import make_examples
+from data_prep.shards import open_shards
 from pretrain import RunError
 from pretrain.evaluation.encoders import compare_vectors
 from pretrain.evaluation.suite import Scored, differences, figures_of, rooms, sign
 from pretrain.evaluation.tasks import figures, retention
 from pretrain.monitor.figures import Figure, share
+from pretrain.tasks.labelled.examples import LabelledRows
 from pretrain.tasks.task_heads import HEADS, Measured
 from pretrain.tasks.task_metrics import (
     Entity,
@@ -325,3 +332,29 @@ def test_an_interval_of_few_examples_holds_the_true_score() -> None:
     # In the table of a recipe, too.
     table = {"model": {"t": [Scored(0, 39 / 40, measured, "accuracy")]}}
     assert figures_of(table, None)["model"]["t"] == share(39 / 40, 40)
+
+
+def test_a_question_without_an_answer_may_be_answered_by_nothing(tmp_path: Path) -> None:
+    """Let [CLS] be more likely than any answer, or less, as SQuAD 2's script compares them."""
+    values = task_data.settings(tmp_path, "question_answering")
+    file = Path(values["validation"])
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    records[0]["answers"] = {"text": [], "answer_start": []}
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    file.write_text(lines, encoding="utf-8")
+    make_examples(ExamplesConfig.model_validate(values), lambda text: None)
+    rows = LabelledRows(open_shards(values["output"], "validation"))
+    logits = np.zeros((len(rows.ids), 64, 2), dtype=np.float32)
+    for of_nothing, exact in ((5.0, [1.0, *[0.0] * 23]), (-5.0, [0.0])):
+        logits[:, 0] = of_nothing
+        found = HEADS["question_answering"].measured(rows, rows.columns, logits)
+        assert found.size == 24
+        given = [found.statistics(np.array([i]))["exact match"] for i in range(len(exact))]
+        assert given == exact
+
+
+def test_a_score_of_two_figures_is_their_mean() -> None:
+    measured = Measured(2, lambda some: {"pearson": 0.25, "spearman": 0.75})
+    found = measured.figures("pearson and spearman")
+    assert found == {"score": 0.5, "pearson": 0.25, "spearman": 0.75}
+    assert measured.score("spearman") == 0.75
