@@ -16,7 +16,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.contracts.terms import Sizes
 from pretrain.data.order import Order
-from pretrain.model.architectures import architecture_of
+from pretrain.model.architectures import student_sizes
 from pretrain.model.config_file import read_config
 from pretrain.objectives.own import one_line
 from pretrain.run_folder import sealed_state
@@ -134,7 +134,7 @@ def plan(
     elif isinstance(init, str) and init not in ("teacher", "random"):
         student = _sizes_at(init, made)
     elif teacher is not None:
-        student = architecture_of(config.student.architecture).sizes(config.student, teacher)
+        student = student_sizes(config.student, teacher)
     if student is not None and teacher is not None:
         with one_line(f"objective {config.objective.name}: check()"):
             config.objective.check(student.shape, teacher.shape)

@@ -30,7 +30,7 @@ from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.labelled.examples import LabelledRows, check_labels, task_head_of
 from pretrain.tasks.labelled.prediction import by_length, predict
-from pretrain.tasks.task_heads import HEADS, Measured
+from pretrain.tasks.task_heads import HEADS, Measured, head_for
 
 MEANINGS = {
     "score": "the figure of the task: its `metric`",
@@ -163,7 +163,7 @@ def retention(ours: Measured, theirs: Measured, metric: str) -> Figure:
 def metric_of(manifest: Manifest) -> str:
     """Return which figure is the score of a task."""
     task = manifest.content[EXAMPLES]["task"]
-    return task.get("metric") or HEADS.get(manifest.kind, HEADS["regression"]).metric
+    return task.get("metric") or head_for(manifest.kind).metric
 
 
 def load_for_task(

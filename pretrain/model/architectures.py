@@ -96,3 +96,12 @@ _OTHERS = {"bilstm": BiLstm()}
 def architecture_of(name: str | None) -> Architecture:
     """Return what answers for a family, or for the key `architecture` of a student."""
     return _OTHERS.get(name or "", Architecture())
+
+
+def student_sizes(config: Student, teacher: Sizes) -> Sizes:
+    """Return the sizes of a student that does not continue from a folder.
+
+    Raises:
+        RunError: see `Architecture.sizes`.
+    """
+    return architecture_of(config.architecture).sizes(config, teacher)

@@ -13,7 +13,7 @@ from data_prep.messages import first_line
 from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.contracts.terms import Sizes
-from pretrain.model.architectures import architecture_of
+from pretrain.model.architectures import student_sizes
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
 from pretrain.model.families.distil_bert import DistilBert
@@ -53,7 +53,7 @@ def build_student(
     assert given is not None
     continues = isinstance(config.init, str) and config.init not in ("teacher", "random")
     copies = config.model_copy(update={"init": "random"}) if continues else config
-    planned = architecture_of(copies.architecture).sizes(copies, given)
+    planned = student_sizes(copies, given)
     architecture, num_layers = planned.family, planned.num_hidden_layers
     family = FAMILIES[architecture]
     sizes = {name: getattr(config, name) for name in _SIZES if getattr(config, name) is not None}

@@ -7,7 +7,6 @@ config (`Recorded`).
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any, get_args
 
 from pydantic import ConfigDict, PrivateAttr, ValidationError
 
+from data_prep.disk import hash_file
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.contracts.needs import Part, Read
@@ -39,7 +39,8 @@ def own_class(name: str) -> type[Objective]:
     file = Path(where if where.endswith(".py") else f"{where}.py")
     begin = f"objective.name {name}"
     if file.is_file():
-        module, digest = _loaded(file, begin), hashlib.sha256(file.read_bytes()).hexdigest()
+        digest = hash_file(file)[0]
+        module = _loaded(file, digest, begin)
     else:
         here = Path.cwd()
         installed = [path for path in sys.path if Path(path).resolve() != here]
@@ -49,7 +50,7 @@ def own_class(name: str) -> type[Objective]:
             )
         with one_line(begin, ValueError):
             module = import_module(where)
-            digest = hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
+            digest = hash_file(Path(str(module.__file__)))[0]
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise ValueError(f"{begin}: {where} has no subclass {attribute} of Objective")
@@ -59,7 +60,7 @@ def own_class(name: str) -> type[Objective]:
     return found
 
 
-def _loaded(file: Path, begin: str) -> ModuleType:
+def _loaded(file: Path, digest: str, begin: str) -> ModuleType:
     """Return the module of a file, executed once for each content; ValueError if that fails."""
     here, file = Path.cwd(), file.resolve()
     folders = [*file.parents]
@@ -69,7 +70,7 @@ def _loaded(file: Path, begin: str) -> ModuleType:
         raise ValueError(
             f"{begin}: nothing is loaded from a model's folder, and {models[0]} has a config.json"
         )
-    where = f"_objective_{hashlib.sha256(file.read_bytes()).hexdigest()}"
+    where = f"_objective_{digest}"
     if where not in sys.modules:
         spec = spec_from_file_location(where, file)
         assert spec is not None and spec.loader is not None
@@ -97,8 +98,7 @@ def one_line(begin: str, kind: type[Exception] = RunError) -> Iterator[None]:
 
 def validated(kind: type[Objective], values: Mapping[str, Any]) -> Objective:
     """Return the objective of a config's section, whose parts are as its terms will need them."""
-    begin = kind.__name__
-    with one_line(begin, ValueError):
+    with one_line(begin := kind.__name__, ValueError):
         found = kind.model_validate(values)
         parts: Any = found.parts
     if not isinstance(parts, tuple) or not all(isinstance(part, Part) for part in parts):
@@ -122,9 +122,7 @@ def checked(objective: Objective, student: Shape, teacher: Shape | None) -> tupl
         return objective.terms(student, teacher)
     with one_line(begin):
         terms: Any = objective.terms(student, teacher)
-    if not isinstance(terms, tuple) or not all(
-        isinstance(t, SignalTerm | VocabularyTerm) for t in terms
-    ):
+    if not isinstance(terms, tuple) or not all(isinstance(term, Term) for term in terms):
         raise RunError(f"{begin}: `terms` returns no tuple of terms")
     parts = objective.parts
     said = [(part.over, part.teacher, "logits" in part.reads) for part in parts]
@@ -177,7 +175,7 @@ class Kept(Keys):
 def kept(objective: Objective) -> Kept | None:
     """Return what a run keeps of an objective from a user's file; None of another."""
     if isinstance(objective, Recorded):
-        return objective.kept
+        return objective._kept
     if not objective.file_sha256:
         return None
     return Kept(
@@ -208,11 +206,6 @@ class Recorded(Objective):
         found = cls.model_construct(**values)
         found._kept = Kept.model_validate(config.get("own"))
         return found
-
-    @property
-    def kept(self) -> Kept:
-        """Return what the run kept."""
-        return self._kept
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -322,6 +322,11 @@ _ALL = (Classes(), Score(), Tags(), Span())
 HEADS: Mapping[str, Head] = {head.kind: head for head in _ALL}
 
 
+def head_for(kind: str) -> Head:
+    """Return what examples of a kind are measured by; a similarity is a score."""
+    return HEADS.get(kind, HEADS["regression"])
+
+
 def head_of(labels: Tensors) -> Head:
     """Return the head that predicts the labels of a batch."""
     return next(head for head in _ALL if head.columns[0] in labels)

@@ -19,7 +19,7 @@ from support.batches import drawn_batch
 from support.results import weights
 from support.runs import RECIPE, history, start, step_folder
 from support.task_data import run_of
-from support.tiny import as_teacher, save_teacher, tiny_bert
+from support.tiny import NARROW, as_teacher, save_teacher, tiny_bert
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
@@ -38,14 +38,6 @@ from pretrain.objectives.objective import Objective
 from pretrain.objectives.tinybert import TinyBert
 
 ZERO = (pytest.mark.slow, ranks.needs_deepspeed)
-NARROW = {
-    "architecture": "same",
-    "init": "random",
-    "num_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-}
 CUT = {"architecture": "same", "init": [0, 1]}  # of a task's teacher of 4 layers
 MODEL = {
     k.replace("num_layers", "num_hidden_layers"): v

@@ -13,7 +13,7 @@ from pretrain.config import RunConfig
 from pretrain.contracts.terms import DISTILBERT_NAMES, Sizes
 from pretrain.device.footprint import Footprint
 from pretrain.device.memory import allocated
-from pretrain.model.architectures import architecture_of
+from pretrain.model.architectures import student_sizes
 from pretrain.model.families import FAMILIES
 from pretrain.plan import Planned, parameters
 
@@ -47,7 +47,7 @@ def planned(run: RunConfig, family: str, length: int = LENGTH) -> Footprint:
     rows = Planned(8, 8 * length, length, WORDS)
     return Footprint(
         run,
-        architecture_of(run.student.architecture).sizes(run.student, teacher),
+        student_sizes(run.student, teacher),
         teacher,
         rows,
         "cpu",
@@ -122,9 +122,7 @@ def test_a_plan_knows_the_gradient_of_a_large_vocabulary(tmp_path: Path) -> None
     run = config(tmp_path, "roberta", objective={"name": "embedding"})
     rows = Planned(8, 8 * LENGTH, LENGTH, 250_000)
     sizes = Sizes("roberta", *SIZES.values())
-    plan = Footprint(
-        run, architecture_of(run.student.architecture).sizes(run.student, sizes), sizes, rows, "cpu"
-    )
+    plan = Footprint(run, student_sizes(run.student, sizes), sizes, rows, "cpu")
     assert plan.micro_step(1, held=True) >= 250_000 * SIZES["hidden_size"] * 4
 
 

@@ -15,7 +15,7 @@ from support.results import weights
 from support.runs import RECIPE, history, refused, start, step_folder
 from support.shipped import CONFIGS, SPECIAL
 from support.task_data import run_of
-from support.tiny import save_teacher
+from support.tiny import NARROW, save_teacher
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -34,14 +34,6 @@ from pretrain.model.families import FAMILIES
 from pretrain.objectives.tinybert import TinyBert
 from pretrain.tasks.labelled.examples import LabelledRows
 
-NARROW = {
-    "architecture": "same",
-    "init": "random",
-    "num_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-}
 ZERO = (pytest.mark.slow, ranks.needs_deepspeed)
 Settings = Callable[..., dict[str, Any]]
 

@@ -22,6 +22,16 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
 VOCAB_SIZE = 200
 ROW_LENGTH = 32
 
+# A random student, half as wide as the tiny BERT.
+NARROW = {
+    "architecture": "same",
+    "init": "random",
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+}
+
 
 def _words() -> list[str]:
     """Draw different words of six letters, none a part of another."""

@@ -46,7 +46,7 @@ from pretrain.model.tokenizer_files import tells_pairs
 from pretrain.tasks.answers import map_answers
 from pretrain.tasks.labelled.transfer import Transfer
 from pretrain.tasks.task import Examples
-from pretrain.tasks.task_heads import HEADS, head_of
+from pretrain.tasks.task_heads import head_for, head_of
 
 if TYPE_CHECKING:
     from pretrain.config import RunConfig
@@ -69,7 +69,7 @@ class LabelledRows(Examples):
         self._mapped: Any = None
         manifest = shards.manifest
         self.kind, self.names = manifest.kind, manifest.labels
-        self.predicts = HEADS.get(manifest.kind, HEADS["regression"])  # a similarity is a score
+        self.predicts = head_for(manifest.kind)
         batches = []
         for shard in manifest.splits[shards.split].shards:
             # The whole file is compared with its hash: labels are small.
