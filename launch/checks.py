@@ -8,20 +8,16 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.filesize import decimal
 
 from data_prep import CorpusError
 from pretrain import RunError
 from pretrain.config import RunConfig
-
-if TYPE_CHECKING:
-    from pretrain.load import Inputs
 
 # What constraints.txt pins, and so every test has run with; a test compares the two.
 TESTED = {
@@ -37,7 +33,6 @@ TESTED = {
 }
 _SHARED = 64 << 20  # bytes: what containers have by default, and too little for loader workers
 CLOCK = 2.0  # seconds between a clock and that of the disk, or of another node
-_TOKENS = 2**15  # tokens of validation rows, on which a teacher guesses
 _TEMPORARY = 1 << 30  # bytes for sockets and code that Triton compiles
 
 Grade = Literal["ok", "note", "fail"]
@@ -181,13 +176,11 @@ def inputs(config: RunConfig) -> Iterator[Finding]:
     from pretrain.monitor.metrics import Silent
     from pretrain.run_folder import check_hub, check_inputs, check_output, sealed_state
 
-    loaded: list[Inputs] = []
-
     def load() -> None:
         check_output(config)
         check_inputs(config)
         check_hub(config)
-        loaded.append(load_inputs(config, PartialState(cpu=True), Silent()))
+        load_inputs(config, PartialState(cpu=True), Silent())
 
     precision = config.train.precision
     if precision != "auto":
@@ -199,34 +192,6 @@ def inputs(config: RunConfig) -> Iterator[Finding]:
         if found.grade != "ok" and sealed_state(config.output) is None:
             config = config.with_train(precision="fp32")
     yield tried("run", "shards, teacher, tokenizer and student fit each other", load)
-    for text in doubts(loaded[0]) if loaded else []:
-        yield Finding("note", "teacher", text)
-
-
-def doubts(loaded: Inputs) -> list[str]:
-    """Return what a teacher's guesses on a few validation rows say against it."""
-    from accelerate import Accelerator
-
-    from data_prep.shards import open_shards
-    from pretrain.contracts.terms import VocabularyTerm
-    from pretrain.evaluation.validation import evaluate
-
-    config, split = loaded.config, loaded.manifest.splits.get("validation")
-    guesses = any(isinstance(term, VocabularyTerm) for term in loaded.terms)
-    if loaded.teacher is None or not guesses or split is None or split.rows == 0:
-        return []
-    validation = open_shards(config.shards, "validation")
-    measure = config.task.measure(loaded.examples, validation, loaded.terms, teacher=True)
-    figures = evaluate(
-        loaded.student,
-        loaded.teacher.model,
-        measure,
-        rows=min(max(1, _TOKENS // loaded.manifest.row_length), config.evaluation.rows),
-        batch_size=8,
-        accelerator=Accelerator(cpu=True),
-        autocast=nullcontext(),
-    )
-    return measure.doubts(figures)
 
 
 def disk_of(config: RunConfig | None) -> int:

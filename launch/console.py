@@ -150,11 +150,9 @@ class Training:
 
     Implements `pretrain.monitor.metrics.Progress`. `log` is a file that gets the lines, too, from
     the first step on, when the run's folder is this process's own; not where a launcher has one.
-    `planned` holds the plan's tokens/s, at best and at worst.
     """
 
-    def __init__(self, log: Path | None = None, planned: tuple[float, float] | None = None) -> None:
-        self.planned = planned
+    def __init__(self, log: Path | None = None) -> None:
         self.bar = progress_bar() if console.is_terminal else None
         self.task: TaskID | None = None
         self.first: tuple[int, float] | None = None
@@ -250,15 +248,6 @@ class Training:
         else:
             text += ")"
         self.say(text)
-
-    def pace(self, steps: int, tokens_per_second: float, left: float) -> None:
-        """Print the measured tokens/s beside the plan's, and when the run will end."""
-        end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
-        line = f"measured in {steps} steps: {tokens_per_second:,.0f} tokens/s"
-        if self.planned is not None:
-            best, worst = (f"{rate:,.0f}" for rate in self.planned)
-            line += f"; the plan's arithmetic: {worst}" + f" to {best}" * (best != worst)
-        self.say(f"{line}; the rest takes {_clock(left)} without evaluations, until {end}")
 
 
 def _clock(seconds: float) -> str:

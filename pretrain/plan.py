@@ -90,7 +90,6 @@ class Plan(NamedTuple):
     student: Sizes | None  # None where a hub's name hides it
     lines: tuple[str, ...]  # to show, in plain words
     step_flop: float | None = None  # work of a step, where sizes and rows are known
-    step_tokens: float = 0.0  # the mean of steps
     steps: int = 0  # after the last checkpoint
     disk: int = 0  # bytes of its checkpoints
     teacher: Sizes | None = None
@@ -171,9 +170,8 @@ def plan(
     num = config.checkpoint.keep + 1 if config.checkpoint.every else 1
     # Weights in fp32, and both moments.
     disk = 12 * num * parameters(student, there, head=config.objective.needs.logits)
-    of_step = tokens / steps
-    work = flop(config, student, teacher, there) * of_step
-    return Plan(student, tuple(lines), work, of_step, steps - step, disk, teacher, there)
+    work = flop(config, student, teacher, there) * tokens / steps
+    return Plan(student, tuple(lines), work, steps - step, disk, teacher, there)
 
 
 def num_steps(config: RunConfig, num_rows: int) -> int:

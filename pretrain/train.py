@@ -37,7 +37,7 @@ from pretrain.kernels import products
 from pretrain.load import load_inputs
 from pretrain.monitor import trackers
 from pretrain.monitor.metrics import Clock, Progress, Silent
-from pretrain.monitor.progress import Pace, describe, report
+from pretrain.monitor.progress import describe, report
 from pretrain.monitor.status import STATUS, Heartbeat, read_status, verdict, write_status
 from pretrain.run import Ended, Run, build, write_checkpoint
 from pretrain.run_folder import check_output
@@ -163,13 +163,11 @@ def loop(run: Run, batches: Iterator[Rows], last: int, signals: Signals) -> None
     """Make optimizer steps up to `last`, or until a signal arrives."""
     config, state = run.config, run.state
     clock, first = Clock(state.tokens, run.accelerator.device), state.step
-    pace = Pace(first)
     # The figures before training. A resumed run has them in its checkpoint.
     if state.step == 0:
         validate(run)
     while state.step < last:
         run.heartbeat.at(state.step, "data")
-        asked = time.monotonic()
         with clock.waiting():
             rows = next_rows(batches, signals, timeout())
         began = time.monotonic()
@@ -181,7 +179,6 @@ def loop(run: Run, batches: Iterator[Rows], last: int, signals: Signals) -> None
         # The order matters: weights are compared before a checkpoint, and evaluated before it, so
         # that it holds the figures that decide which one is the best.
         report(run, clock, step)
-        pace.add(run, step.counts["tokens"], time.monotonic() - asked)
         if state.step == first + 2:  # the first step of a start also compiles and allocates
             warn_of_grace(run, time.monotonic() - began)
         if run.due(config.train.compare_every):

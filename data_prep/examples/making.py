@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +13,8 @@ import pyarrow as pa
 import xxhash
 
 from data_prep import CorpusError
-from data_prep.disk import hash_file, lock, sync, write_file
+from data_prep.disk import hash_file, write_file
+from data_prep.disk.made import aside
 from data_prep.examples.encoding import IGNORE, Example, Examples, Row
 from data_prep.examples.equal_texts import counts_of, groups_of
 from data_prep.examples.examples_config import ExamplesConfig, Split
@@ -55,27 +54,13 @@ def make_examples(config: ExamplesConfig, warn: Callable[[str], None]) -> tuple[
     folder = config.output
     if (folder / MANIFEST).exists():
         return _finished(config, content, tokens), True
-    folder.mkdir(parents=True, exist_ok=True)
-    if odd := sorted(e.name for e in folder.iterdir() if e.name != ".work"):
+    if folder.exists() and (odd := sorted(entry.name for entry in folder.iterdir())):
         raise CorpusError(
             f"{folder}: holds {odd[0]}, which is not of this command: choose another output"
         )
-    work = folder / ".work"
-    with lock(work / "locks", "examples", output=folder):
-        place = work / "made"
-        if place.exists():
-            shutil.rmtree(place)  # left by an interrupted start
-        place.mkdir()
+    with aside(folder, who="distil prepare") as place:
         manifest = _make(config, content, tokens, place, warn)
-        names = sorted(entry.name for entry in place.iterdir())
-        for name in names:
-            if (folder / name).is_dir():
-                shutil.rmtree(folder / name)
-            os.replace(place / name, folder / name)
-        sync(folder)
-        # The manifest comes last: without it, the folder is not finished.
-        write_file(folder / MANIFEST, lambda file: file.write(manifest_bytes(manifest)))
-    shutil.rmtree(work)
+        write_file(place / MANIFEST, lambda file: file.write(manifest_bytes(manifest)))
     if problems := verify(folder):
         raise CorpusError(problems[0])
     return manifest, False

@@ -1,5 +1,7 @@
 """Read the rows of a split through memory-mapped numpy views."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,17 @@ from data_prep import CorpusError
 from data_prep.messages import error_line
 from data_prep.shards.manifest import AGAIN, FileRecord, Manifest, ShardRecord, Split, load_manifest
 from data_prep.shards.writing import TEXTS
+
+_DAMAGE = (pa.ArrowException, OSError, LookupError, ValueError, TypeError, StopIteration)
+
+
+@contextmanager
+def decoded(path: Path) -> Iterator[None]:
+    """Turn what a damaged file raises when it is decoded into CorpusError."""
+    try:
+        yield
+    except _DAMAGE as error:
+        raise CorpusError(f"{path}: does not decode ({error_line(error)}): {AGAIN}") from None
 
 
 class MappedShard:
@@ -37,7 +50,7 @@ class MappedShard:
         # What is decoded is verified first: all but the rows lies at the two ends of the file.
         self._verify(np.array([0, record.bytes - around]), np.array([around, record.bytes]))
         kind = pa.list_(getattr(pa, manifest.dtype)(), manifest.row_length)
-        try:
+        with decoded(self.path):
             with pa.ipc.open_stream(buffer) as stream:
                 batch = stream.read_next_batch()
             column = batch.column("input_ids")
@@ -45,9 +58,6 @@ class MappedShard:
             if column.type != kind or column.null_count or len(column) != record.rows:
                 raise pa.ArrowInvalid(f"{len(column)} rows of {column.type}")
             values = np.from_dlpack(column.flatten())  # without a copy, and without pandas
-        except (pa.ArrowException, KeyError, StopIteration, OSError, ValueError) as error:
-            reason = error_line(error)
-            raise CorpusError(f"{self.path}: does not decode ({reason}): {AGAIN}") from None
         #: The rows [rows, row_length] without a copy, and without verification.
         self.view: npt.NDArray[Any] = values.reshape(record.rows, manifest.row_length)
         self._start = self.view.ctypes.data - buffer.address
@@ -140,15 +150,13 @@ def read_segments(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
     All pieces of a document are in one shard: it is whole if its source and id occur there once.
     CorpusError if the table does not decode.
     """
-    try:
+    with decoded(path):
         # Not `pq.read_table` and `to_numpy`, which import pandas: half a second in each process.
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read(columns=["row", "source", "document"], use_threads=False)
         table = table.combine_chunks()
         row, source = (np.from_dlpack(table[name].chunk(0)) for name in ("row", "source"))
         document = np.from_dlpack(table["document"].chunk(0).dictionary_encode().indices)
-    except (pa.ArrowException, OSError, KeyError, IndexError, ValueError, TypeError) as error:
-        raise CorpusError(f"{path}: does not decode ({error_line(error)}): {AGAIN}") from None
     num_sources = int(np.ptp(source)) + 1
     key = document.astype(np.int64) * num_sources + (source - source.min())
     whole: npt.NDArray[np.bool_] = np.bincount(key)[key] == 1
@@ -166,14 +174,12 @@ def map_labels(path: Path) -> pa.RecordBatch:
 
 
 def _map_batch(path: Path, schema: pa.Schema | None = None) -> pa.RecordBatch:
-    try:
+    with decoded(path):
         with pa.ipc.open_stream(pa.memory_map(str(path)).read_buffer()) as stream:
             batch = stream.read_next_batch()
         batch.validate()
         if schema is not None and batch.schema != schema:
             raise pa.ArrowInvalid(f"columns {batch.schema.names}")
-    except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
-        raise CorpusError(f"{path}: does not decode ({error_line(error)}): {AGAIN}") from None
     return batch
 
 

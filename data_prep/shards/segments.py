@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep import CorpusError
-from data_prep.messages import error_line
 from data_prep.shards.manifest import AGAIN, side_file, text_file
-from data_prep.shards.reading import ShardSet, map_texts, read_segments
+from data_prep.shards.reading import ShardSet, decoded, map_texts, read_segments
 from data_prep.shards.verifying import check_file
 
 
@@ -46,12 +45,8 @@ class Segments:
         sizes = []
         for shard in split.shards:
             path = check_file(shards.folder, shards.manifest, side_file(shard.file), full=False)
-            try:
+            with decoded(path):
                 sizes.append(pq.read_metadata(path).num_rows)
-            except (pa.ArrowException, OSError) as error:
-                raise CorpusError(
-                    f"{path}: does not decode ({error_line(error)}): {AGAIN}"
-                ) from None
         if sum(sizes) != split.segments:
             raise CorpusError(
                 f"{shards.folder}: {shards.split} side tables name {sum(sizes)} segments, the "

@@ -56,7 +56,6 @@ def pretrain(
         asked = Launch(config, overrides or [], gpus=processes, hardware=hardware_name)
         settings = load_config(RunConfig, config, [*asked.added, *asked.overrides])
         skipped = [parse_rows(text) for text in skip_rows or []]
-        planned = None
 
         keep_going()
         # torch takes seconds to import: a mistake in the config or its paths is answered before.
@@ -78,13 +77,10 @@ def pretrain(
             for finding in places(settings, found.disk):
                 if finding.grade != "ok":
                     show(f"warning: {finding.what}: {finding.text}")
-            from launch.stages.estimate import planned_rates
-
-            planned = planned_rates(found)
         from pretrain.train import train
 
         quiet()
-    with Training(settings.output / RUN_LOG, planned) as progress:
+    with Training(settings.output / RUN_LOG) as progress:
         outcome = train(settings, progress=progress, stop_after=stop_after, skip_rows=skipped)
         output, place = settings.output, f"step {outcome.step:,} of {outcome.num_steps:,}"
         lines = {

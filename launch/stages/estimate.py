@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +15,6 @@ from launch.stages.stage import Made, real
 from launch.torchrun.hardware import Device, cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
-from pretrain.contracts.process import HARDWARE
 from pretrain.contracts.terms import Sizes
 from pretrain.device.fitting import largest, sizes
 from pretrain.device.footprint import Footprint
@@ -200,27 +198,6 @@ class Cost(NamedTuple):
     disk: int
     least: float = 0.0  # seconds, whatever the FLOP/s: of the network, and of steps
     everywhere: bool = True  # do all nodes take part? Otherwise one
-
-
-def planned_rates(found: Plan) -> tuple[float, float] | None:
-    """Return the tokens/s that arithmetic allows a run that starts here, at best and at worst.
-
-    The layout and the preset are those of its launch. None: the preset or the models' sizes are
-    not known.
-    """
-    import torch
-
-    from launch.torchrun.start import Launch
-
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    local, preset = int(os.environ.get("LOCAL_WORLD_SIZE", world)), os.environ.get(HARDWARE)
-    if preset is None and torch.cuda.is_available():
-        return None
-    rates = target(Launch(Path(), [], world // local, local, preset)).rates
-    if rates is None or not found.step_flop:
-        return None
-    best, worst = (found.step_tokens * rate / found.step_flop for rate in rates)
-    return best, worst
 
 
 def cost_lines(

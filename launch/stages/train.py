@@ -10,7 +10,7 @@ from data_prep.disk.replacing import replace_json
 from launch.commands import quiet
 from launch.console import RUN_LOG, Training, show
 from launch.stage_keys import TrainKeys
-from launch.stages.estimate import assumed, compare_models, on_hardware, planned_rates, step_lines
+from launch.stages.estimate import assumed, compare_models, on_hardware, step_lines
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.contracts.process import ExitCode
@@ -93,8 +93,7 @@ class Train(Stage):
         from pretrain.train import train
 
         quiet()
-        planned = planned_rates(plan(config, {}, needs_shards=True))
-        with Training(config.output / RUN_LOG, planned) as progress:
+        with Training(config.output / RUN_LOG) as progress:
             outcome = train(config, progress=progress)
             place = f"step {outcome.step:,} of {outcome.num_steps:,}"
             progress.say(f"{config.output}: {outcome.ended}, {place}")

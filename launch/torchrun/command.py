@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launch.torchrun.hardware import Device
 from pretrain import RunError
-from pretrain.contracts.process import GRACE, HARDWARE, HEAD, TIMEOUT
+from pretrain.contracts.process import GRACE, HEAD, TIMEOUT
 from pretrain.export.owner_config import Slurm, slurm_seconds
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
@@ -96,13 +96,10 @@ def environment(
     timeout: float,
     grace: int,
     cores: int,
-    hardware: str | None,
     given: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the variables to set for the ranks, in addition to the `given` environment."""
     values = {TIMEOUT: f"{timeout:g}", GRACE: str(grace)}
-    if hardware is not None:
-        values[HARDWARE] = hardware
     if layout.device == "cpu":
         # Each rank would otherwise start a thread for every core of the machine.
         threads = str(max(1, cores // layout.processes))

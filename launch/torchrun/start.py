@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
-import shlex
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -129,7 +127,6 @@ def start(asked: Launch) -> int:
         timeout=seconds,
         grace=asked.grace,
         cores=cores(),
-        hardware=asked.hardware,
         given=os.environ,
     )
     arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)
@@ -157,7 +154,6 @@ def start(asked: Launch) -> int:
         max_restarts=asked.max_restarts,
         loopback=layout.nodes == 1,
         waiting=waiting,
-        fewer=partial(with_fewer_nodes, asked, layout, overrides, config),
     )
 
 
@@ -260,45 +256,6 @@ def options(asked: Launch, layout: Layout, overrides: list[str]) -> list[str]:
             arguments += [option, str(value)]
     arguments += ["--public"] * asked.public
     return arguments
-
-
-def with_fewer_nodes(
-    asked: Launch, layout: Layout, overrides: list[str], config: RunConfig, came: int
-) -> str:
-    """Return advice on how to continue with the nodes that joined; `came` is 0 if unknown."""
-    if not came:
-        return (
-            "if a node is gone for good, the first node shows how to go on without it; if the "
-            "first is gone, start again on the others with fewer --nodes and another --head"
-        )
-    # As many of them as share a step's rows equally.
-    nodes = next((n for n in range(came, 0, -1) if divides(config, layout, n)), 0)
-    if not nodes:
-        return (
-            f"{came} node(s) are left, and no number of them divides train.global_batch_size "
-            f"{config.train.global_batch_size}: end this on every node, and wait for the others"
-        )
-    again = ["distil", "launch", str(asked.config), *options(asked, layout, overrides)]
-    again += ["--nodes", str(nodes)]
-    if asked.head is None:
-        again.append("--slurm")
-    elif nodes > 1:
-        again += ["--node-rank", "R", "--head", asked.head]
-    those = "those that are left" if nodes == came else f"{nodes} of the {came} that are left"
-    return (
-        "if the others are gone for good, end this on every node and continue with "
-        f"{those}: {printable(shlex.join(again))}"
-    )
-
-
-def divides(config: RunConfig, layout: Layout, nodes: int) -> bool:
-    """Return whether the global batch divides over this many nodes."""
-    world = nodes * layout.processes
-    try:
-        accumulation_steps(with_defaults(config, layout.device, world), world)
-    except RunError:
-        return False
-    return True
 
 
 def meeting_point(asked: Launch) -> tuple[Head, list[int]]:

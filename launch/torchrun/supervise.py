@@ -6,21 +6,16 @@ forever for a stopped rank and listens on every network interface.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from stat import S_IMODE, S_ISDIR, S_ISREG
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 
-from data_prep.disk.locks import is_alive, parse_identity, this_process
 from launch.torchrun.attempt import Ended, attempt, say
 from launch.torchrun.watch import Cause
 from pretrain.checkpoint.layout import checkpoints
@@ -29,7 +24,6 @@ from pretrain.monitor.status import read_status, write_status
 
 _SAME = 3  # failures at one step after which a restart is useless
 _LONGEST = 60  # seconds between restarts
-_OWNER = "owner.json"  # in the scratch folder: the process that made it
 _SOCKET = len("/torch-shm-dir-123456/manager.sock")  # the longest that a rank makes in TMPDIR
 _LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -45,7 +39,6 @@ def supervise(
     max_restarts: int,
     loopback: bool,
     waiting: str = "",
-    fewer: Callable[[int], str] = str,
 ) -> int:
     """Start torchrun, watch its ranks, restart it after a crash; return the exit code.
 
@@ -63,13 +56,10 @@ def supervise(
         max_restarts: how often torchrun may be started again.
         loopback: keep all connections on this machine, for a run on one node.
         waiting: line to show at each start of a run on several nodes.
-        fewer: function from the number of nodes that joined (0: unknown) to the advice on how to
-            continue with them.
     """
     environment = {SUPERVISOR: str(os.getpid()), LAUNCH: launch_id, TIMEOUT: f"{timeout:g}"}
     steps: list[int] = []
     found = _newest(output)  # to know later whether this launch has saved anything
-    _remove_abandoned()
     with _record_signals() as signals, _scratch() as (scratch, temporary):
         environment |= temporary
         for number in count(1):
@@ -110,8 +100,6 @@ def supervise(
                 say(f"logs: {logs / 'rank-*.log'}")
                 return code
             show(ended.cause, code, logs, str(status.get("error", "")))
-            if ended.cause.nodes is not None:
-                say(fewer(ended.cause.nodes))
             steps.append(ended.cause.step)
             if code != ExitCode.BUG or signals or not may_restart(steps, max_restarts):
                 if not status or code == ExitCode.BUG:  # a rank knows its own end, not the cause
@@ -162,29 +150,9 @@ def _scratch() -> Iterator[tuple[Path, dict[str, str]]]:
     """
     with TemporaryDirectory(prefix="distil-", ignore_cleanup_errors=True) as name:
         scratch, environment = Path(name), {}
-        (scratch / _OWNER).write_text(json.dumps(asdict(this_process())), encoding="utf-8")
         if len(os.fsencode(scratch)) + _SOCKET <= _LONGEST_SOCKET:
             environment["TMPDIR"] = name
         yield scratch, environment
-
-
-def _remove_abandoned() -> None:
-    """Remove the scratch folders of this user's supervisors that were killed on this machine.
-
-    A folder is removed only if nobody else can write to it and it names a process of this boot and
-    pid namespace that has ended. Everything else that is called distil-* stays.
-    """
-    here = this_process().machine
-    for folder in Path(gettempdir()).glob("distil-*"):
-        with suppress(OSError):  # another user's, or gone
-            status = folder.lstat()
-            if not S_ISDIR(status.st_mode) or S_IMODE(status.st_mode) != 0o700:
-                continue
-            if status.st_uid != os.geteuid() or not S_ISREG((folder / _OWNER).lstat().st_mode):
-                continue  # a pipe would block
-            owner = parse_identity((folder / _OWNER).read_bytes())
-            if owner is not None and owner.machine == here and not is_alive(owner):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> int:

@@ -21,6 +21,10 @@ from pretrain.contracts.process import ExitCode
 # after a rank has left them once, because the first forward and update may compile for minutes.
 _STEP = ("data", "counts", "forward", "update")
 _TIMES = 10  # longer than the longest stay in this phase so far
+_FEWER = (
+    "if the others are gone for good, end this on every node and start with fewer --nodes; the "
+    "processes of all nodes must divide train.global_batch_size"
+)
 _MET = re.compile(r"waiting for clients\. (\d+)/(\d+) clients joined")
 
 # torchrun's own message about which of its processes ended first.
@@ -174,7 +178,6 @@ class Cause:
     exit_code: int = ExitCode.BUG
     details: str = ""  # a traceback, or the end of a log
     hint: str = ""
-    nodes: int | None = None  # nodes that joined, if not all did; 0 if unknown
 
 
 def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cause:
@@ -226,9 +229,9 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
         return _failed(watch, failure, step)
     # No rank has started: the nodes did not meet.
     if not watch.beats and (found := _MET.search(chatter)):
-        return Cause(f"{found[1]} of {found[2]} nodes came", step, nodes=int(found[1]))
+        return Cause(f"{found[1]} of {found[2]} nodes came", step, hint=_FEWER)
     if not watch.beats and re.search(r"Dist(Store|Network)Error", chatter):
-        return Cause("the nodes did not meet", step, nodes=0)
+        return Cause("the nodes did not meet", step, hint=_FEWER)
     how = "killed" if code is None else _how(code)
     return Cause(f"torchrun ended: {how}", step, details="\n".join(chatter.splitlines()[-20:]))
 

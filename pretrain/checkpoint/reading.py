@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import NotRegularError, read_regular
+from data_prep.messages import one_line
 from pretrain import RunError
 from pretrain.checkpoint.layout import (
     ADAPTERS,
@@ -202,46 +202,29 @@ def load_adapters(adapters: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load a checkpoint's adapters into those of the objective.
 
     Raises:
-        RunError: naming the first tensor that does not fit.
+        RunError: naming the tensors that do not fit.
     """
-    found, expected = (
-        {
-            name: f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}"
-            for name, t in of.items()
-        }
-        for of in (tensors, adapters.state_dict())
-    )
-    for name in sorted(expected.keys() | found.keys()):
-        has, needs = found.get(name, "missing"), expected.get(name, "none")
-        if has != needs:
-            raise RunError(
-                f"{ADAPTERS}: {name} is {has}, the objective needs {needs}; continue from another "
-                "checkpoint"
-            )
-    adapters.load_state_dict(tensors)
+    try:
+        adapters.load_state_dict(tensors)
+    except RuntimeError as error:
+        problem = one_line(str(error).partition("\n")[2], 200)
+        raise RunError(f"{ADAPTERS}: {problem}; continue from another checkpoint") from None
 
 
 def check_optimizer(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Check that AdamW's state fits the parameters.
-
-    Each parameter has all of its tensors or none (AdamW makes them with the first gradient). All
-    are in fp32 and of the parameter's shape; the step counter is a scalar.
+    """Check that AdamW's state fits the parameters; one without a gradient so far has no state.
 
     Raises:
         RunError: naming the first tensor that does not fit.
     """
-    shapes: dict[str, torch.Size] = {}
-    for name, parameter in parameters.items():
-        names = [f"{name}/{key}" for key in (STEP, *MOMENTS)]
-        if any(name in tensors for name in names):
-            shapes |= dict.fromkeys(names, parameter.shape) | {names[0]: torch.Size()}
-    if odd := sorted(shapes.keys() ^ tensors.keys()):
-        fault = "is missing" if odd[0] in shapes else "belongs to no parameter of the run"
-        raise RunError(f"{OPTIMIZER}: {odd[0]} {fault}; continue from another checkpoint")
     for name, tensor in sorted(tensors.items()):
-        if tensor.shape != shapes[name] or tensor.dtype != torch.float32:
-            dtype = str(tensor.dtype).removeprefix("torch.")
+        parameter, _, kind = name.rpartition("/")
+        shape = None
+        if parameter in parameters and kind in (STEP, *MOMENTS):
+            shape = [] if kind == STEP else list(parameters[parameter].shape)
+        if list(tensor.shape) != shape:
+            needs = "no such tensor" if shape is None else f"{shape}"
             raise RunError(
-                f"{OPTIMIZER}: {name} is {list(tensor.shape)} of {dtype}, this run needs "
-                f"{list(shapes[name])} of float32; continue from another checkpoint"
+                f"{OPTIMIZER}: {name} is {list(tensor.shape)}, this run needs {needs}; continue "
+                "from another checkpoint"
             )

@@ -120,7 +120,6 @@ def _say(text: str) -> None:
 
 
 TIMEOUT = "DISTIL_TIMEOUT"  # seconds that a rank waits for the others
-HARDWARE = "DISTIL_HARDWARE"  # the preset of a launch, for the tokens/s of its plan
 GRACE = "DISTIL_GRACE"  # seconds to save in after a signal
 LAUNCH = "DISTIL_LAUNCH"  # name of the launch, the same on all nodes
 HEARTBEATS = "DISTIL_HEARTBEATS"  # folder in which ranks report; unset without a supervisor

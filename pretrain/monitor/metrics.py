@@ -99,10 +99,6 @@ class Progress(Protocol):
         """Show validation figures."""
         return
 
-    def pace(self, steps: int, tokens_per_second: float, left: float) -> None:
-        """Show what the first steps of a start measured, and the seconds that are left."""
-        return
-
 
 class Silent(Progress):
     """Show nothing, for ranks other than the first and for use from Python."""

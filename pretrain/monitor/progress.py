@@ -79,24 +79,6 @@ def describe(run: Run) -> None:
     run.progress.step(run.state.step, run.num_steps, {})
 
 
-class Pace:
-    """Measure the first steps of a start, without the first two, which compile and allocate."""
-
-    STEPS = 20
-
-    def __init__(self, step: int) -> None:
-        self.first, self.seconds, self.tokens = step + 2, 0.0, 0
-
-    def add(self, run: Run, tokens: int, seconds: float) -> None:
-        """Add a finished step; show the rate after the last of them, if steps are left."""
-        made = run.state.step - self.first
-        if 0 < made <= self.STEPS - 2:
-            self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
-        if made == self.STEPS - 2 and run.state.step < run.num_steps:
-            left = (run.num_steps - run.state.step) * self.seconds / made
-            run.progress.pace(made, self.tokens / self.seconds, left)
-
-
 def report(run: Run, clock: Clock, step: Step) -> None:
     """Show a finished step; if logging is due, write its terms, rates and gradient norm."""
     values: dict[str, float] = {}

@@ -79,11 +79,6 @@ class RunReport:
         return seconds / steps * (self.num_steps - self.step) if steps > 0 else None
 
 
-def not_begun(run: Path) -> bool:
-    """Return whether a folder, which need not exist, has no files of a run yet."""
-    return not (run / "config.json").exists() and read_status(run) is None
-
-
 def report(run: Path) -> RunReport:
     """Read the files of a run.
 

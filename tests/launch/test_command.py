@@ -24,7 +24,7 @@ from launch.config import load_config
 from launch.torchrun import command
 from launch.torchrun.command import Head, Layout
 from launch.torchrun.hardware import PRESETS, Hardware, hardware
-from launch.torchrun.start import Launch, first_host, launch_id, layout_of, with_fewer_nodes
+from launch.torchrun.start import Launch, first_host, launch_id, layout_of
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.export.owner_config import Slurm, slurm_seconds
@@ -79,12 +79,8 @@ def test_several_nodes_meet_at_the_first() -> None:
 
 
 def test_the_environment_selects_the_device() -> None:
-    def of(
-        layout: Layout, zero: int | None, hardware: str | None = None, **given: str
-    ) -> dict[str, str]:
-        return command.environment(
-            layout, zero, timeout=300.0, grace=60, cores=16, hardware=hardware, given=given
-        )
+    def of(layout: Layout, zero: int | None, **given: str) -> dict[str, str]:
+        return command.environment(layout, zero, timeout=300.0, grace=60, cores=16, given=given)
 
     def deepspeed(zero: int) -> dict[str, str]:
         file = str(ROOT / "launch" / "deepspeed" / f"zero{zero}.json")
@@ -96,7 +92,6 @@ def test_the_environment_selects_the_device() -> None:
     )
     on_cpu = timeout | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"}
     assert of(gpus, None) == timeout
-    assert of(gpus, None, "a100") == timeout | {"DISTIL_HARDWARE": "a100"}
     assert of(gpus, 2) == timeout | deepspeed(2)
     assert of(CPU, None) == on_cpu | {"ACCELERATE_USE_CPU": "true"}
     # Accelerate does not start DeepSpeed where ACCELERATE_USE_CPU is set.
@@ -298,26 +293,6 @@ def test_a_login_node_without_a_gpu_shows_commands_for_gpus(distil: Distil) -> N
     assert code == 0
     assert "CUDA_VISIBLE_DEVICES" not in out and "ACCELERATE_USE_CPU" not in out
     assert "4 node(s) x 8 process(es) on cuda" in out and "--hardware cpu" in out
-
-
-@pytest.mark.parametrize(
-    ("nodes", "came", "advised"),
-    [(8, 7, 4), (8, 4, 4), (4, 3, 2), (3, 2, 2), (2, 1, 1)],
-)
-def test_the_advice_after_a_lost_node_can_be_followed(
-    distil: Distil, nodes: int, came: int, advised: int
-) -> None:
-    """Run the advised command: 7 nodes x 8 ranks do not divide 4,096 rows."""
-    path = ROOT / "configs" / "distilbert-base-uncased.yaml"
-    asked = Launch(config=path, overrides=[], nodes=nodes, gpus=8, head="h", dry_run=True)
-    layout = Layout(nodes, 8, "cuda")
-    advice = with_fewer_nodes(asked, layout, [], load_config(RunConfig, path), came)
-    command = shlex.split(advice[advice.index("distil launch") :])
-    assert command[command.index("--nodes") + 1] == str(advised)
-    ready = ["0" if word == "R" else word for word in command[1:]]
-    # This machine, on which the one node is a CPU's, cannot do fp16.
-    code, out, err = distil(*ready, "--dry-run", *["train.precision=fp32"] * (advised == 1))
-    assert code == 0, out + err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +17,9 @@ from support.processes import ROOT
 from support.tiny import save_teacher
 
 from launch.config import load_config
-from launch.stages.estimate import planned_rates
-from launch.torchrun.hardware import cores
 from pretrain.config import RunConfig
 from pretrain.contracts.terms import Sizes
 from pretrain.device.footprint import Footprint
-from pretrain.monitor.progress import Pace
 from pretrain.plan import Planned, plan
 
 Distil = Callable[..., Any]
@@ -119,40 +115,6 @@ def test_a_price_is_that_of_all_gpu_hours(distil: Distil, paper: str) -> None:
     assert "at price_per_hour 0.1 for each node" in out and "GPU-hours" not in out
     for wrong in ("0", "-1", "inf", "nan", "free"):
         assert distil("pretrain", paper, "--dry-run", f"price_per_hour={wrong}").code == 2
-
-
-def test_a_start_is_compared_with_its_plan(
-    distil: Distil, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A BERT of one layer: D = 16, F = 32, texts of 16 tokens; the head for masked tokens only.
-    forward = 8 * 16**2 + 4 * 16 * 32 + 4 * 16 * 16 + 0.15 * (2 * 16**2 + 2 * 16 * 31)
-    rate = 8e10 * cores() / (3 * forward)
-    out = distil("pretrain", run, "train.max_steps=20").out
-    assert "measured in" not in out  # nothing is left
-    code, out, err = distil("pretrain", run, "train.max_steps=30", f"output={run.parent / 'long'}")
-    assert code == 0, out + err
-    (line,) = re.findall(r"measured in 18 steps: .*", out)
-    assert f"the plan's arithmetic: {rate:,.0f}; the rest takes 0:0" in line
-    metrics = (run.parent / "long" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    place = out.splitlines().index(line)
-    assert "step 20/30" in out.splitlines()[place - 1] and len(metrics) == 32
-    # On a GPU of no preset a plan is not known.
-    monkeypatch.setenv("DISTIL_HARDWARE", "h200")
-    assert (
-        planned_rates(plan(load_config(RunConfig, run, []), {}, needs_shards=True))
-        == (pytest.approx(0.24 * 989e12 / (3 * forward)),) * 2
-    )
-
-
-def test_the_pace_is_that_of_eighteen_steps() -> None:
-    shown: list[tuple[int, float, float]] = []
-    progress = SimpleNamespace(pace=lambda *values: shown.append(values))
-    run: Any = SimpleNamespace(progress=progress, num_steps=107)
-    pace = Pace(7)  # a run that continues
-    for number in range(1, 60):
-        run.state = SimpleNamespace(step=7 + number)
-        pace.add(run, 100, 30.0 if number <= 2 else 2.0)
-    assert shown == [(18, 50.0, 80 * 2.0)]
 
 
 def test_zero_shares_the_moments(distil: Distil, paper: str) -> None:

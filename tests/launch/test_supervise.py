@@ -1,6 +1,5 @@
 """Run torchrun, ranks and signals: check processes left, output and exit codes."""
 
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,11 +21,10 @@ from support import warm
 from support.processes import ROOT, python, wait_until
 from support.ranks import FORKS
 
-from data_prep.disk.locks import this_process
 from launch.torchrun.attempt import Ended, Tail
 from launch.torchrun.command import ENTRY
 from launch.torchrun.rank import log_file
-from launch.torchrun.supervise import _remove_abandoned, exit_code, may_restart, supervise
+from launch.torchrun.supervise import exit_code, may_restart, supervise
 from launch.torchrun.watch import Beat, Cause, Watch
 from pretrain.monitor.status import read_status, write_status
 
@@ -390,39 +387,6 @@ def test_a_signal_saves_a_real_run_and_the_same_command_continues(start: Start, 
     assert second.code() == 0
     assert f"continuing after step {status['step']:,}" in second.screen
     assert f"stopped at step {status['step'] + 2:,}" in second.screen
-
-
-def test_only_folders_of_killed_supervisors_of_this_user_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    me = this_process()
-    dead = replace(me, pid=ended.pid)
-    cases = {
-        "distil-dead": (dead, 0o700),
-        f"distil-{ended.pid}-results": (None, 0o700),  # a user's
-        "distil-shared": (dead, 0o755),  # others may have written to it
-        "distil-alive": (me, 0o700),
-        "distil-rebooted": (replace(dead, boot="another"), 0o700),
-        "distil-container": (replace(dead, namespace="pid:[1]"), 0o700),
-        "distil-odd": (None, 0o700),
-    }
-    for name, (owner, mode) in cases.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.txt").write_text("mine")
-        if owner is not None:
-            (tmp_path / name / "owner.json").write_text(json.dumps(asdict(owner)))
-        (tmp_path / name).chmod(mode)
-    (tmp_path / "distil-odd" / "owner.json").write_text("{}")
-    (tmp_path / "distil-link").symlink_to(tmp_path / "distil-shared")
-    (tmp_path / "distil-pipe").mkdir(mode=0o700)
-    os.mkfifo(tmp_path / "distil-pipe" / "owner.json")  # to read it would block
-    _remove_abandoned()
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {*cases, "distil-link", "distil-pipe"} - {"distil-dead"}
-    assert (tmp_path / "distil-shared" / "mine.txt").exists()
 
 
 Code = int | None  # None: it was killed, or said nothing

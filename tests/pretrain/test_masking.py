@@ -28,7 +28,7 @@ from pretrain.config import MaskingConfig
 from pretrain.contracts.batch import IGNORE
 from pretrain.data.hashing import derive, root
 from pretrain.tasks.mlm.examples import build_masking
-from pretrain.tasks.mlm.masking import _EXPONENTIAL, Masked, Masking, first_slots, quick_slots
+from pretrain.tasks.mlm.masking import _EXPONENTIAL, Masked, Masking, first_slots
 
 # count**0.7 for words that occur `100 * id` times.
 SMOOTHED = replace(UNIFORM, smoothing=(10 * (100.0 * np.arange(V)) ** 0.7 + 1).astype(np.int64))
@@ -194,13 +194,6 @@ def test_equal_draws_keep_their_order(spread: int, share: float, bits: int) -> N
             for row, chosen in zip(draw.tolist(), selectable.tolist(), strict=True)
         ]
         assert first_slots(narrow, selectable, count).tolist() == expected
-
-
-def test_full_rows_use_quick_slots() -> None:
-    draw = np.random.default_rng(0).permutation(200 * 64).reshape(200, 64)
-    words = np.ones(draw.shape, bool)
-    for coarse in (draw.astype(np.uint32), draw << 30):
-        assert quick_slots(coarse, words, 10) is not None
 
 
 def test_masking_does_not_change_its_input(ids: Ids) -> None:

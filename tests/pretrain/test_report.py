@@ -89,23 +89,6 @@ def test_a_running_and_a_killed_run_are_told_apart(
     assert "ended without a word" in " ".join(" ".join(shown(distil, run)).split())
 
 
-def test_a_run_that_has_not_begun_is_waited_for(
-    tmp_path: Path, teacher_folder: Path, run_config: Settings, distil: Any
-) -> None:
-    run = tmp_path / "run"
-    command = ("-m", "launch", "report", run, "--watch")
-    process = warm.Process(*command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert "has not begun; waiting" in process.stdout.readline()
-        start(run_config(run, teacher_folder, **SIX))
-        out, _ = process.communicate(timeout=600)
-        assert process.returncode == 0 and "step 6 of 6" in out
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_a_failed_run_shows_its_error_and_another_machine_is_not_asked(
     tmp_path: Path, teacher_folder: Path, run_config: Settings, distil: Any
 ) -> None:

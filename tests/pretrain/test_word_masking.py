@@ -12,7 +12,6 @@ import pytest
 from safetensors.torch import load_file
 from support.masks import CLS, PAD, SEP, SPECIAL, UNIFORM, V, mask, ordinary, selected
 from support.runs import history, refused, start, step_folder
-from support.said import Said
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 
@@ -22,7 +21,6 @@ from data_prep.shards import Manifest
 from pretrain.config import MaskingConfig, RunConfig
 from pretrain.contracts.batch import IGNORE
 from pretrain.data.hashing import derive, root
-from pretrain.export.export import export
 from pretrain.tasks.mlm.examples import build_masking
 from pretrain.tasks.mlm.masking import Masking
 from pretrain.tasks.mlm.words import (
@@ -225,34 +223,6 @@ def test_fifteen_percent_are_masked_in_rows_of_any_length(length: int) -> None:
     share = selected(mask(rows, WORDS), rows.shape).mean()
     wanted = (length * int(0.15 * 65536 + 0.5) + 32768 >> 16) / length  # whole tokens of a row
     assert wanted - 0.004 < share <= wanted
-
-
-def test_a_script_without_spaces_is_noted_on_screen_and_card(
-    tmp_path: Path, run_config: Callable[..., Any]
-) -> None:
-    texts = [f"{TEXTS['chinese']} {i} {TEXTS['english']}" for i in range(60)]
-    (tmp_path / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
-    source = {"kind": "text", "path": str(tmp_path / "texts.txt"), "document": "line"}
-    corpus = {"output": tmp_path / "shards", "sources": [source], "row_length": 32}
-    corpus |= {"tokenizer": {"train": {"kind": "byte-level-bpe", "vocab_size": 400}}, "workers": 1}
-    prepare(CorpusConfig.model_validate({**corpus, "deduplicate": {"documents": "none"}}))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    notes = {}
-    for mode in ("uniform", "whole_word"):
-        said = Said()
-        values = run_config(
-            tmp_path / mode,
-            objective={"name": "mlm"},
-            shards=str(tmp_path / "shards"),
-            model={**sizes, "architecture": "roberta", "intermediate_size": 32},
-            train={"max_steps": 1, "global_batch_size": 4},
-            masking={"mode": mode},
-        )
-        start(values, progress=said)
-        export(tmp_path / mode, tmp_path / f"{mode}-export", pytest.fail)
-        card = (tmp_path / f"{mode}-export" / "README.md").read_text(encoding="utf-8")
-        notes[mode] = ["script without spaces" in text for text in ("\n".join(said.lines), card)]
-    assert notes == {"uniform": [False, False], "whole_word": [True, True]}
 
 
 def test_the_words_of_wordpiece_are_read_from_the_shards(corpus: Path, manifest: Manifest) -> None:

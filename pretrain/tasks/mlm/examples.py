@@ -25,7 +25,6 @@ from pretrain.tasks.mlm.words import Borders, borders
 from pretrain.tasks.task import Examples
 
 _KEY = 0x4556414C  # "EVAL"
-_FEW_UNSPACED = 0.01  # share of the tokens that a note is not worth
 
 
 class MaskedRows(Examples):
@@ -105,25 +104,21 @@ def build_masking(
     )
 
 
-def borders_of(folder: Path, manifest: Manifest) -> Borders:
+def words_of(folder: Path, manifest: Manifest, key: str, fix: str) -> Borders:
     """Return the borders of words in the shards' rows.
 
     Raises:
         CorpusError: the tokenizer of the shards is damaged.
-        ValueError: it does not mark where words begin.
+        RunError: the rows have no words; names the key and the fix.
     """
-    found = borders(read_listed(folder, manifest, "tokenizer/tokenizer.json"))
+    data = read_listed(folder, manifest, "tokenizer/tokenizer.json")
+    try:
+        found = borders(data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{key}: {folder} holds no words: {error}; {fix}") from None
     # Tokens that were added to the vocabulary later are words.
     later = max(0, manifest.tokenizer.vocab_size - len(found.goes_on))
     return Borders(*(np.pad(marks, (0, later)) for marks in found))
-
-
-def words_of(folder: Path, manifest: Manifest, key: str, fix: str) -> Borders:
-    """Return the borders of words; RunError with the key and the fix if the rows have no words."""
-    try:
-        return borders_of(folder, manifest)
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{key}: {folder} holds no words: {error}; {fix}") from None
 
 
 def special_tokens(manifest: Manifest, size: int) -> NDArray[np.bool_]:
@@ -131,24 +126,6 @@ def special_tokens(manifest: Manifest, size: int) -> NDArray[np.bool_]:
     found = np.zeros(size, dtype=bool)
     found[[*special_ids(manifest)]] = True
     return found
-
-
-def unspaced_note(config: MaskingConfig, folder: Path, manifest: Manifest) -> str:
-    """Return what screen and card should say about words in scripts without spaces, or ""."""
-    if config.mode != "whole_word":
-        return ""
-    try:
-        marks = borders_of(folder, manifest).unspaced
-    except (ValueError, KeyError, TypeError):
-        return ""  # refused where the masks are built
-    counts = np.array(json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"])
-    share = counts[marks[: len(counts)]].sum() / max(1, counts.sum())
-    if share < _FEW_UNSPACED:
-        return ""
-    return (
-        f"{share:.0%} of the tokens are in a script without spaces between words: there "
-        f"masking.mode {config.mode} masks the pieces of the tokenizer, not words"
-    )
 
 
 def masking_over(manifest: Manifest, probability: float, seed: int) -> Masking:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.contracts.batch import IGNORE
-from pretrain.data.hashing import MASK32, derive, root
+from pretrain.data.hashing import derive, root
 from pretrain.tasks.mlm.words import Borders, choose_words, draw_words
 
 _MASKING = 2  # this use of the seed; order and dropout have other numbers
@@ -25,7 +25,6 @@ _SELECT, _ACTION, _REPLACE = range(3)
 _POSITION_BITS = 12  # row lengths up to 4,096
 _POSITION = (1 << _POSITION_BITS) - 1
 _UNSELECTABLE = (1 << 63) - (1 << _POSITION_BITS)
-_COARSE = 19  # bits to drop: draws of frequency-weighted masking are below 2**51
 _AFTER_WORDS = 1 << 33  # above every draw of a word
 _BLOCK_TOKENS = 1 << 15  # so that numpy's temporaries stay in the processor's cache
 
@@ -221,8 +220,6 @@ def first_slots(draw: NDArray[Any], selectable: NDArray[np.bool_], count: int) -
 
     Of equal draws the first position wins. Positions that are not selectable come last.
     """
-    if (slots := quick_slots(draw, selectable, count)) is not None:
-        return slots
     # The position goes into the low bits: it breaks ties, and one sort gives both order and places.
     # A draw is below 2**51, so draw and 12 position bits fit into int64.
     position = np.arange(draw.shape[1])
@@ -230,26 +227,3 @@ def first_slots(draw: NDArray[Any], selectable: NDArray[np.bool_], count: int) -
     keys = np.where(selectable, keys, _UNSELECTABLE | position)
     keys.sort(axis=1)
     return keys[:, :count] & _POSITION
-
-
-def quick_slots(
-    draw: NDArray[Any], selectable: NDArray[np.bool_], count: int
-) -> NDArray[np.int64] | None:
-    """Return the same as `first_slots`, or None if draws are equal or a row has few tokens.
-
-    numpy partitions 32-bit numbers up to ten times as fast as it sorts 64-bit numbers.
-    """
-    # Uniform draws have 32 bits already. Of 51 bits the upper 32 are compared; a tie at the bound
-    # gives None below.
-    coarse = draw if draw.dtype == np.uint32 else (draw >> _COARSE).astype(np.uint32)
-    coarse = np.where(selectable, coarse, np.uint32(MASK32))
-    bound = np.partition(coarse, count - 1, axis=1)[:, count - 1 : count]
-    chosen = selectable & (coarse <= bound)
-    # If exactly `count` draws lie within the bound, they are the smallest.
-    if (chosen.sum(1) != count).any():
-        return None
-    flat = np.flatnonzero(chosen).reshape(-1, count)
-    # Sort the few chosen by their exact draws, because the slots are in the order of the draws.
-    keys = (draw.reshape(-1)[flat].astype(np.int64) << _POSITION_BITS) | (flat % draw.shape[1])
-    keys.sort(axis=1)
-    return keys & _POSITION

@@ -36,14 +36,12 @@ class MaskedLanguageModelling(Task):
     def examples(self, start: Start) -> Examples:
         """Return the masked rows of the training split."""
         from data_prep.shards import open_shards
-        from pretrain.tasks.mlm.examples import MaskedRows, build_masking, unspaced_note
+        from pretrain.tasks.mlm.examples import MaskedRows, build_masking
 
         config, manifest = start.config, start.manifest
         masking = build_masking(
             config.masking, config.shards, manifest, config.train.seed, start.num_steps
         )
-        if note := unspaced_note(config.masking, config.shards, manifest):
-            start.notes.append(note)
         return MaskedRows(open_shards(config.shards), masking)
 
     def measure(

@@ -266,31 +266,19 @@ BIAS = "distilbert.transformer.layer.0.attention.q_lin.bias"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({f"{BIAS}/exp_avg": None}, f"{BIAS}/exp_avg is missing"),
-        ({f"{BIAS}/step": None}, f"{BIAS}/step is missing"),
-        ({"a/exp_avg": torch.zeros(8)}, "a/exp_avg belongs to no parameter of the run"),
-        ({f"{BIAS}/max_exp_avg_sq": torch.zeros(8)}, f"{BIAS}/max_exp_avg_sq belongs to no"),
-        (
-            {f"{BIAS}/exp_avg": torch.zeros(9)},
-            rf"{BIAS}/exp_avg is \[9\] of float32, this run needs \[8\] of float32",
-        ),
-        (
-            {f"{BIAS}/step": torch.zeros(1)},
-            rf"{BIAS}/step is \[1\] of float32, this run needs \[\] of float32",
-        ),
-        (
-            {f"{BIAS}/exp_avg_sq": torch.zeros(8, dtype=torch.bfloat16)},
-            rf"{BIAS}/exp_avg_sq is \[8\] of bfloat16, this run needs \[8\] of float32",
-        ),
+        ({"a/exp_avg": torch.zeros(8)}, r"a/exp_avg is \[8\], this run needs no such tensor"),
+        ({f"{BIAS}/max_exp_avg_sq": torch.zeros(8)}, f"{BIAS}/max_exp_avg_sq .* no such tensor"),
+        ({f"{BIAS}/exp_avg": torch.zeros(9)}, rf"{BIAS}/exp_avg is \[9\], .* needs \[8\]"),
+        ({f"{BIAS}/step": torch.zeros(1)}, rf"{BIAS}/step is \[1\], this run needs \[\]"),
     ],
 )
 def test_an_optimizers_state_that_does_not_fit_is_refused_by_name(
-    changes: dict[str, Tensor | None], message: str
+    changes: dict[str, Tensor], message: str
 ) -> None:
-    tensors = tiny_run.moments(1) | changes
-    held = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with pytest.raises(RunError, match=f"optimizer.safetensors: {message}"):
-        checkpoint.check_optimizer(held, dict(tiny_run.student(1).named_parameters()))
+        checkpoint.check_optimizer(
+            tiny_run.moments(1) | changes, dict(tiny_run.student(1).named_parameters())
+        )
 
 
 def test_adapters_are_kept_apart_and_must_fit(tmp_path: Path) -> None:
@@ -303,9 +291,9 @@ def test_adapters_are_kept_apart_and_must_fit(tmp_path: Path) -> None:
     checkpoint.load_adapters(adapters, saved.adapters())
     assert tiny_run.same(adapters.state_dict(), values)
     wider = torch.nn.ModuleDict({"dense": torch.nn.Linear(4, 2)})
-    with pytest.raises(RunError, match=r"dense.weight is \[2, 3\] of float32, .* needs \[2, 4\]"):
+    with pytest.raises(RunError, match=r"dense.weight.*\[2, 3\].*\[2, 4\]"):
         checkpoint.load_adapters(wider, saved.adapters())
-    with pytest.raises(RunError, match=r"dense.bias is missing"):
+    with pytest.raises(RunError, match=r"Missing.*dense.bias"):
         checkpoint.load_adapters(adapters, {})
-    with pytest.raises(RunError, match=r"needs none"):
+    with pytest.raises(RunError, match=r"Unexpected.*dense.bias"):
         checkpoint.load_adapters(torch.nn.ModuleDict(), saved.adapters())
