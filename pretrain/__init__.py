@@ -1,6 +1,6 @@
 """Distil a student from shards; usable from Python without the command line.
 
-from pretrain import distil, MaskingCollator, encode
+from pretrain import compress, distil, encode, MaskingCollator
 """
 
 import os
@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from launch.api import MaskingCollator, distil, encode
+    from launch.api import MaskingCollator, compress, distil, encode
 
-__all__ = ["MaskingCollator", "RunError", "distil", "encode"]
+__all__ = ["MaskingCollator", "RunError", "compress", "distil", "encode"]
 
 try:
     __version__ = version("distil-pretraining")
@@ -50,6 +50,6 @@ class DivergedError(NumericalError):
 
 def __getattr__(name: str) -> Any:
     """Import what `launch.api` offers when it is first used: torch takes seconds."""
-    if name in ("MaskingCollator", "distil", "encode"):
+    if name in ("MaskingCollator", "compress", "distil", "encode"):
         return getattr(import_module("launch.api"), name)
     raise AttributeError(f"module 'pretrain' has no attribute {name!r}")

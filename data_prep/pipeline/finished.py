@@ -162,7 +162,7 @@ def open_work(plan: Plan) -> None:
     config, output = plan.config, plan.config.output
     # An input in the output would be overwritten, or read as its own input.
     pieces = [*evaluation_files(config), *chain.from_iterable(plan.pieces)]
-    read = {piece.path for _, _, piece in pieces if piece.is_path}
+    read = {piece.path for _, _, piece in pieces}
     tokenizer = config.tokenizer
     if not isinstance(tokenizer, TrainTokenizer):
         read.add(str(tokenizer.vocab if isinstance(tokenizer, VocabularyTokenizer) else tokenizer))

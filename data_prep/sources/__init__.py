@@ -15,7 +15,6 @@ from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import Piece
 from data_prep.sources.hub import HuggingFace
 from data_prep.sources.mediawiki import Mediawiki
-from data_prep.sources.python_docs import PythonDocs
 from data_prep.sources.row_groups import Parquet
 from data_prep.sources.tables import Csv, Jsonl, Tsv
 from data_prep.sources.text import Sentences, Text
@@ -30,7 +29,6 @@ __all__ = [
     "Mediawiki",
     "Parquet",
     "Piece",
-    "PythonDocs",
     "Rejected",
     "Sentences",
     "Source",
@@ -49,7 +47,6 @@ Source = Annotated[
     | Csv
     | Tsv
     | Parquet
-    | HuggingFace
-    | PythonDocs,
+    | HuggingFace,
     Field(discriminator="kind"),
 ]

@@ -99,7 +99,6 @@ class Piece:
     `size` is its bytes, for planning. A kind whose inputs are no ranges of bytes has a subclass.
     """
 
-    is_path: ClassVar[bool] = True  # `path` may name something in the file system
     crossed: ClassVar[bool] = True  # a document may begin in one part of a file and end in the next
 
     path: str

@@ -120,7 +120,7 @@ def bench(
 def compare_models(models: Sequence[str], *, card: bool, record: Path | None) -> None:
     """Compare the size and speed of models and their ONNX files."""
     from pretrain import RunError
-    from pretrain.bench.speed import BATCH, BATCH_TOKENS, TOKENS, compare_speed
+    from pretrain.bench.speed import BATCH, BATCH_TOKENS, TOKENS, compare_speed, with_files
     from pretrain.model.folder import model_config
     from pretrain.model.session import model_folder
     from pretrain.monitor.figures import Figure, markdown
@@ -140,7 +140,7 @@ def compare_models(models: Sequence[str], *, card: bool, record: Path | None) ->
     if card and not page.is_file():
         raise RunError(f"--card: {models[0]} has no README.md; give an exported folder first")
     quiet()
-    found = compare_speed(models, show)
+    found = compare_speed([name for model in models for name in with_files(model)], show)
     columns = dict.fromkeys(name for figures in found.values() for name in figures)
     # A published card names no folder of this machine.
     folders = {

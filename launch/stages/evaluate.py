@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from pretrain.monitor.figures import Figure
 
 
+TIMED = {
+    "MB": "of the file of weights",
+    "ms": "median time of one text of 16 tokens on one core, without the head of a task",
+}
+
+
 class Evaluate(Compared):
     """Measure models, unless the same were measured on the same data before."""
 
@@ -74,6 +80,9 @@ class Evaluate(Compared):
         found, meanings = measure(
             config.models, config.data, teacher, same, config.rows, config.split
         )
+        if config.timed:
+            models = [name for name in found if name in (teacher, *config.models)]
+            found, meanings = with_times(found, models), {**meanings, **TIMED}
         names = row_names(found)
         named = {names[model]: figures for model, figures in found.items()}
         show_figures(named, meanings)
@@ -91,7 +100,23 @@ class Evaluate(Compared):
             "rows": config.rows or 0,
             "split": config.split,
             "same_vocabulary": config.same_vocabulary,
+            "timed": config.timed,
         }
+
+
+def with_times(
+    found: Mapping[str, Mapping[str, Figure]], models: Sequence[str]
+) -> dict[str, Mapping[str, Figure]]:
+    """Return figures with the size of each model, and the time of a text."""
+    from pretrain.bench.speed import compare_speed
+    from pretrain.monitor.figures import Figure
+
+    measured = compare_speed(models, show, batches=False)
+    added = {
+        name: {"MB": Figure(round(one["MB"], 2)), "ms": Figure(round(one["p50 ms"], 2))}
+        for name, one in measured.items()
+    }
+    return {name: {**figures, **added.get(name, {})} for name, figures in found.items()}
 
 
 def as_json(figures: Mapping[str, Figure]) -> dict[str, Any]:

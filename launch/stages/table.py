@@ -89,7 +89,7 @@ def make_all(
             place = f"{_place(stage)}, {stage.title} ({stage.state()})"
             show("", f"run {number} of {len(stages)}: {place}")
             if dry_run:
-                show(*lines[number - 1], *cost_lines([_cost(stage)], how.launch, how.price))
+                show(*lines[number - 1], *cost_lines([cost_of(stage)], how.launch, how.price))
                 continue
             began = time.monotonic()
             # A stage continues after the last file that it wrote. While it trains, a signal saves.
@@ -114,13 +114,14 @@ def make_all(
             "",
             *(
                 f"in all: {line}{without}"
-                for line in cost_lines([*map(_cost, known)], how.launch, how.price)
+                for line in cost_lines([*map(cost_of, known)], how.launch, how.price)
             ),
         )
     return code
 
 
-def _cost(stage: Stage) -> Cost:
+def cost_of(stage: Stage) -> Cost:
+    """Return what a stage takes, once `check` has estimated it."""
     return Cost(stage.flop, stage.disk, stage.least, stage.everywhere)
 
 

@@ -33,20 +33,22 @@ _ROUNDS, _CALLS, _BATCHES = 6, 40, 3
 Run = Callable[[NDArray[np.int64]], object]
 
 
-def compare_speed(models: Sequence[str], say: Callable[[str], None]) -> dict[str, dict[str, float]]:
+def compare_speed(
+    names: Sequence[str], say: Callable[[str], None], *, batches: bool = True
+) -> dict[str, dict[str, float]]:
     """Return the figures of models, by name and number of threads.
 
     Args:
-        models: folders, whose ONNX files are measured, too, and files.
+        names: of models, and ONNX files.
         say: shows lines.
+        batches: time batches of texts and all cores, too, not only one text on one core.
 
     Raises:
         RunError: a model cannot be read.
     """
-    names = [name for model in models for name in with_files(model)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found: dict[str, dict[str, float]] = {name: sizes(name) for name in names}
-    for threads in dict.fromkeys((1, cores or 1)):
+    for threads in dict.fromkeys((1, cores or 1)) if batches else (1,):
         say(f"{len(names)} models in turn, {threads} thread(s)")
         workers: dict[str, subprocess.Popen[str]] = {}
         try:
@@ -55,11 +57,11 @@ def compare_speed(models: Sequence[str], say: Callable[[str], None]) -> dict[str
                 workers[name] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
                 )
-                _turn(name, workers[name])  # loaded, and warm
+                _turn(name, workers[name], batches)  # loaded, and warm
             turns = {name: list[Any]() for name in names}
             for _ in range(_ROUNDS):
                 for name, worker in workers.items():
-                    turns[name].append(_turn(name, worker))
+                    turns[name].append(_turn(name, worker, batches))
         finally:
             for worker in workers.values():
                 worker.kill()
@@ -71,8 +73,9 @@ def compare_speed(models: Sequence[str], say: Callable[[str], None]) -> dict[str
             found[name] |= {
                 f"p50 ms{end}": 1e3 * float(np.median(calls)),
                 f"p95 ms{end}": 1e3 * float(np.percentile(calls, 95)),
-                f"texts/s{end}": float(np.median(rates)),
             }
+            if rates:
+                found[name][f"texts/s{end}"] = float(np.median(rates))
             if threads == 1:
                 found[name]["peak MB"] = all_turns[-1]["peak_bytes"] / 1e6
     return found
@@ -109,10 +112,10 @@ def sizes(name: str) -> dict[str, float]:
     return read_model(name, read, needs_head=False)
 
 
-def _turn(name: str, worker: subprocess.Popen[str]) -> dict[str, Any]:
+def _turn(name: str, worker: subprocess.Popen[str], batches: bool) -> dict[str, Any]:
     assert worker.stdin is not None and worker.stdout is not None
     with suppress(BrokenPipeError):  # it has ended: what it said is read below
-        worker.stdin.write("go\n")
+        worker.stdin.write("texts and batches\n" if batches else "texts\n")
         worker.stdin.flush()
     line = worker.stdout.readline()
     if not line:
@@ -139,11 +142,11 @@ def serve(name: str, threads: int) -> None:
         run(ids)
         return time.perf_counter() - begin
 
-    for _ in sys.stdin:
+    for line in sys.stdin:
         seconds(text)
         answer: Mapping[str, Any] = {
             "calls": [seconds(text) for _ in range(_CALLS)],
-            "batches": [seconds(texts) for _ in range(_BATCHES)],
+            "batches": [seconds(texts) for _ in range(_BATCHES) if "batches" in line],
             "peak_bytes": peak_bytes(),
         }
         print(json.dumps(answer), flush=True)

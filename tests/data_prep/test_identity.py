@@ -28,7 +28,7 @@ from data_prep.pipeline.plan import STAGES
 from data_prep.prepare import prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 from data_prep.shards.writing import file_record
-from data_prep.sources import Document, HuggingFace, Piece, PythonDocs
+from data_prep.sources import Document, HuggingFace, Piece
 
 TEXTS = [f"document {number} of a few plain words" for number in range(30)]
 # `prepare` of one config after another, or a task of a stage.
@@ -309,20 +309,6 @@ def test_an_input_without_a_version_is_compared_by_content(
         write(TEXTS[::-1])  # the same size
         with pytest.raises(CorpusError, match=r"input lines\.txt has changed"):
             prepare(make_config(sources=sources), **SMALL)
-
-
-def test_an_edited_package_is_another_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "some_docs"
-    folder.mkdir()
-    (folder / "__init__.py").write_text('"""' + "A few words of prose. " * 20 + '"""\n')
-    monkeypatch.syspath_prepend(tmp_path)
-    (piece,) = PythonDocs(packages=("some_docs",)).inputs(1)
-    read = units.read_record(0, "some_docs", piece)
-    assert units.is_same(piece, read)
-    (folder / "__init__.py").write_text('"""' + "A few words of poetry. " * 20 + '"""\n')
-    assert not units.is_same(piece, read)
 
 
 @pytest.fixture
