@@ -53,7 +53,7 @@ runs:
 {student}
     checkpoint: {{every: 200, keep: 1}}
     logging: {{every: 25}}
-  - {{stage: export, output: {out}/model, run: {out}/student, int8: true, max_drop: 0.01}}
+  - {{stage: export, output: {out}/model, run: {out}/student, int8: true, max_drop: 0.05}}
   - stage: evaluate
     output: {out}/scores
     models: [{out}/student, {out}/model/onnx/model_quantized.onnx]
@@ -102,7 +102,7 @@ runs:
     teacher: {model}
     student: {{architecture: same, num_layers: {layers}}}
     objective: {{name: kd, soft: 0.0, hard: 1.0}}
-  - {{stage: export, output: {out}/model, run: {out}/student, int8: true, max_drop: 0.01}}
+  - {{stage: export, output: {out}/model, run: {out}/student, int8: true, max_drop: 0.05}}
   - stage: evaluate
     output: {out}/scores
     models: [{out}/student, {out}/alone, {out}/model/onnx/model_quantized.onnx]
@@ -370,6 +370,8 @@ def _written(texts: Sequence[str], file: Path) -> Path:
     """Write texts to a file, unless it holds them."""
     from data_prep.disk.replacing import replace_text
 
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise RunError("texts: must be a path, or a list of strings")
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
     if not file.exists() or file.read_text(encoding="utf-8") != lines:
         file.parent.mkdir(parents=True, exist_ok=True)

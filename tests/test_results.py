@@ -98,8 +98,7 @@ def test_tables_of_students_have_the_rows_to_compare_them_with() -> None:
     untrained = "the same layers, untrained"
     for file, names in {
         "sentences": {"minilm-l6-body", "3x384", untrained, "alone-3x384", "model2vec"},
-        "demo": {"teacher", "student", untrained, "the same layers without a teacher"},
-        "demo-sentences": {"teacher", "student", untrained, "the same size without a teacher"},
+        "demo": {"demo-teacher", "student", untrained, "alone", "model_quantized.onnx"},
     }.items():
         assert names <= set(records.models(file)), file
     for file, found in records.of_file.items():
