@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests wait for processes of their own; a fourth worker gains nothing (docs/log).
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-.PHONY: install demo demo-sentences test test-slow test-browser test-gpu checks figures results config-page torture clean
+.PHONY: install demo demo-sentences test test-slow test-browser test-gpu checks release figures results config-page torture clean
 
 install: .venv/.installed
 
@@ -68,6 +68,14 @@ checks: install
 	$(BIN)/python benchmarks/figures.py --check
 	$(PYTEST)
 
+# dist/: the wheel, the source, what has changed, and the checksums of all.
+release: install
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python setup.py --quiet sdist
+	cp CHANGELOG.md dist/
+	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
+
 # A ledger of the code's size and of the ways through it; CI holds the size to .ci/size.json.
 figures: install
 	$(BIN)/python benchmarks/figures.py
@@ -83,4 +91,4 @@ torture: install
 		tests/data_prep/test_resume.py::test_killed_runs_resume_with_identical_bytes
 
 clean:
-	rm -rf .venv .venv-3.1* .venv-transformers-4 runs build *.egg-info
+	rm -rf .venv .venv-3.1* .venv-transformers-4 runs build dist *.egg-info

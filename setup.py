@@ -40,7 +40,7 @@ class BuildPy(build_py):  # type: ignore[misc]
 
 setup(
     name="distil-pretraining",
-    version="0.1.0",
+    version="0.2.0",
     description="Make your own compact encoder: corpus, packed shards, distillation, export.",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -48,7 +48,7 @@ def test_a_figure_that_no_record_has_or_that_was_edited_is_found(tmp_path: Path)
     shutil.copy(ROOT / "README.md", tmp_path)
     file = tmp_path / "docs" / "results" / "demo.json"
     known = json.loads(file.read_bytes())
-    row = next(row for row in known[-1]["rows"] if row["model"] == "student")
+    row = next(row for row in known[0]["rows"] if row["model"] == "student")
     row["figures"]["accuracy"]["value"] = 0.9123
     file.write_text(json.dumps(known))
     changed = {
@@ -65,7 +65,10 @@ def test_a_figure_that_no_record_has_or_that_was_edited_is_found(tmp_path: Path)
 
 def test_the_readme_has_no_figure_outside_its_blocks_and_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 700
+    words = re.sub(
+        r"```.*?```|<!--.*?-->|^\|.*?$|\]\(.*?\)", "", text, flags=re.DOTALL | re.MULTILINE
+    )
+    assert len(words.split()) <= 500
     prose = re.sub(r"<!-- \w+ -->\n.*?<!-- end -->|```.*?```", "", text, flags=re.DOTALL)
     assert not [found[0] for found in FIGURE.finditer(VERSIONS.sub("", prose))]
 

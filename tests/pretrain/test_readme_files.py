@@ -1,4 +1,4 @@
-"""Run the README's YAML files and Python lines on tiny models and a tiny corpus."""
+"""Run the short files of the guide, and its Python lines, on tiny models and a tiny corpus."""
 
 import re
 from pathlib import Path
@@ -13,12 +13,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks(language: str) -> list[str]:
-    """Return the README's blocks of a language."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """Return the blocks of a language among the guide's short files."""
+    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    text = text[text.index("## Short files") : text.index("## One stage")]
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_every_file_and_line_of_the_readme_runs(
+def test_every_short_file_and_line_of_the_guide_runs(
     tmp_path: Path, teacher_folder: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -45,14 +46,14 @@ def test_every_file_and_line_of_the_readme_runs(
         files[name[1]] = block
         (tmp_path / name[1]).write_text(block, encoding="utf-8")
     assert list(files) == ["corpus.yaml", "small.yaml", "domain.yaml", "papers.yaml"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
     for command, name in (
         ("prepare", "corpus.yaml"),
         ("pretrain", "small.yaml"),
         ("recipe", "domain.yaml"),
         ("recipe", "papers.yaml"),
     ):
-        assert f"`distil {command} {name}`" in readme
+        assert f"`distil {command} {name}`" in guide
         code, out, error = distil(command, name)
         assert code == 0, out + error
     for run in ("small", "teacher", "student", "distilbert", "minilm", "tinybert"):
