@@ -48,6 +48,15 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+# What people type for something that has another name here.
+_MEANT = {
+    "--time": "is a key of the file: slurm.time=1:00:00",
+    "--resume": "is no option: the same command continues a run",
+    "--quantize": "is called --int8",
+    "publish": "is called: distil export RUN DIR --push OWNER/NAME",
+}
+
+
 @app.callback()
 def options(
     version: Annotated[
@@ -86,6 +95,13 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if os.environ.pop(ENDS_WITH_STDIN, None):
         threading.Thread(target=_end_with_stdin, daemon=True).start()
+    for word, meant in _MEANT.items():
+        typed = [text.partition("=")[0] for text in sys.argv[1:] if text.startswith("--")]
+        if word in (*sys.argv[1:2], *typed):
+            from data_prep.messages import complain
+
+            complain(f"error: {word}: {meant}")
+            end(ExitCode.MISTAKE)
     try:
         app()
     except SystemExit as stop:

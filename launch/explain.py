@@ -94,6 +94,8 @@ def explain(model: type[BaseModel], values: dict[str, Any], error: ValidationErr
         values: what it holds.
         error: of pydantic, whose locations also name union members, which no user wrote.
     """
+    if {"sources", "task"} <= values.keys():
+        return "sources are of a corpus, and task is of the data of a task: remove one of the two"
     if model is Recipe:
         with suppress(ValueError):  # the mistake is explained by itself
             values = filled(values)
@@ -181,7 +183,9 @@ def _unknown_name(entry: Any) -> str:
     if "tag" not in context:
         return f"{name} is missing; one of {', '.join(choices)}"
     tag = one_line(str(context["tag"]), _SHOWN)
-    close = difflib.get_close_matches(str(context["tag"]), choices, n=1)
+    close = difflib.get_close_matches(str(context["tag"]).lower(), choices, n=1)
+    if entry["loc"][-1] == "task" and tag in ("regression", "similarity"):
+        return f"{name} {tag!r} is of data; a run of such data has name: classification, one output"
     own = ", or FILE:CLASS" * (entry["loc"][-1] == "objective")
     hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(choices)}{own}"
     return f"{name} {tag!r} is not known; {hint}"
@@ -218,12 +222,14 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], location: Sequence[
         return (
             f"unknown key {key}: {what} {one_line(str(section[tag]), _SHOWN)} has no {name}"
             f"{others}; its keys are "
-            + ", ".join(sibling for sibling in siblings if sibling != tag)
+            + (", ".join(sibling for sibling in siblings if sibling != tag) or f"none but {tag}")
         )
     if model is Recipe and not parent and name in RunConfig.model_fields:
         inner = next(iter(section[name]), None) if isinstance(section[name], dict) else None
         shown = f"{name}.{inner}" if inner else name
         return f"{name} is a key of a run: write defaults.{shown} for all runs, or runs.0.{shown}"
+    if parent[-1:] == ["logging"] and name in ("wandb", "tensorboard"):
+        return f"unknown key {key}: write logging.trackers=[{name}]"
     if model is not CorpusConfig and name in CorpusConfig.model_fields:
         return f"{name} is a key of the corpus: distil prepare CORPUS {name}=..."
     paths = {path.rpartition(".")[2]: path for path in reversed(list(_paths(model, values)))}

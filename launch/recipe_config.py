@@ -25,11 +25,12 @@ from launch.stage_keys import (
     TrainKeys,
     TrimKeys,
 )
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, Train
 from pretrain.export.owner_config import PricePerHour, Slurm
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
 
 _SEED = "train.seed"
+_TRAIN = {f"train.{name}" for name in Train.model_fields}
 _MODELS = ("teacher", "resume_from", "student.init", "model.init")
 
 
@@ -73,6 +74,8 @@ def entries_of(sweep: Any) -> Iterator[Combination]:
             axes.setdefault("", []).append((_text(key), _nested(own)))
             places.append(("", {*own}))
         elif isinstance(value, list) and value:
+            if f"train.{key}" in _TRAIN:
+                raise ValueError(f"sweep.{key}: no key of a run: write train.{key}")
             last = key.rpartition(".")[2]
             of_value = ((_label(last, v), v) for v in value)
             axes[key] = [(label, _nested({key: v})) for label, v in of_value]

@@ -16,6 +16,7 @@ Shapes: L row length, C classes.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -44,6 +45,7 @@ from data_prep.tokens.tokenizer import explained
 
 IGNORE = -100  # as torch's cross-entropy
 _TOGETHER = 1024  # examples
+_SHOWN = 20  # labels in a message
 
 
 class Example(NamedTuple):
@@ -179,7 +181,8 @@ class Examples:
         if len(seen) < 2:
             raise CorpusError(
                 f"{where}: {len(seen)} label(s) in {self.label!r}; a classifier needs two: check "
-                "task.label, or name them in task.labels"
+                "task.label, or name them in task.labels; a share for validation needs more "
+                "examples"
             )
         numeric = all(re.fullmatch(r"-?\d{1,18}", value) for value in seen)
         if numeric and self.columns.name == "token_classification":
@@ -391,7 +394,7 @@ class Examples:
         if self._words and name.isdecimal() and int(name) < len(self.labels):
             return int(name)
         raise CorpusError(
-            f"{where}: the label {one_line(name, 40)!r} is none of {', '.join(self.labels)}: "
+            f"{where}: the label {one_line(name, 40)!r} is none of {_few(name, self.labels)}: "
             "correct it, or name all labels in their order in task.labels"
         )
 
@@ -435,3 +438,11 @@ def _span(answers: list[tuple[int, str]] | None, encoding: Any, second: int) -> 
     covered = [i for i in inside if encoding.offsets[i][0] < end and encoding.offsets[i][1] > begin]
     whole = encoding.offsets[inside[0]][0] <= begin and encoding.offsets[inside[-1]][1] >= end
     return (covered[0], covered[-1]) if covered and whole else (0, 0)
+
+
+def _few(name: str, labels: Sequence[str]) -> str:
+    """Return the labels, or of many those that are most like a name, and how many there are."""
+    if len(labels) <= _SHOWN:
+        return ", ".join(labels)
+    close = difflib.get_close_matches(name, labels, n=3) or labels[:3]
+    return f"{len(labels):,} labels, such as {', '.join(close)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from data_prep.config import JsonTokenizer, RowLength, VocabularyTokenizer
 from data_prep.keys import Keys
@@ -132,6 +132,14 @@ class ExamplesConfig(Keys):
     """Share of tokens that may be unknown: with more the tokenizer is not of this text."""
     licence: str = ""
     """Of the data, for the model card."""
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _is_a_share_or_a_file(cls, value: Any) -> Any:
+        share = isinstance(value, int | float) and not 0 < value < 1
+        if share or str(value).endswith("%"):
+            raise ValueError("give a share below 1, such as 0.1, or a file")
+        return value
 
     @model_validator(mode="after")
     def _fits(self) -> ExamplesConfig:

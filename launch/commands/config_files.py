@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import textwrap
@@ -62,7 +63,12 @@ def keys(
                 show(f"      {line}")
             found = True
     if not found:
-        raise RunError(f"{prefix}: no part of a key begins so; distil config keys shows all")
+        parts = {
+            p for k in reference.KINDS for key in reference.keys(k) for p in key.path.split(".")
+        }
+        close = difflib.get_close_matches(prefix, sorted(parts), n=1)
+        hint = f"did you mean {close[0]}?" if close else "distil config keys shows all"
+        raise RunError(f"{prefix}: no part of a key begins so; {hint}")
 
 
 @config.command("schema")

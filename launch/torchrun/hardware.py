@@ -84,4 +84,8 @@ def hardware(name: str) -> Hardware:
     for preset in PRESETS:
         if preset.name == name:
             return preset
-    raise RunError(f"--hardware {name}: not known: one of {PRESET_NAMES}")
+    num, _, kind = name.partition("x")
+    nodes = ""
+    if num.isdecimal() and int(num) % 8 == 0 and any(p.name == f"8x{kind}" for p in PRESETS):
+        nodes = f"; so many are --nodes {int(num) // 8} --hardware 8x{kind}"
+    raise RunError(f"--hardware {name}: not known: one of {PRESET_NAMES}{nodes}")

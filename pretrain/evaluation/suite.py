@@ -61,6 +61,8 @@ def score_runs(
             config = recorded(Path(run))
             if config is None:
                 raise RunError(f"{run}: is no run; stage scores compares runs on tasks")
+            if not load_manifest(config.shards).has_labels:
+                raise RunError(f"{run}: learns no task, which stage scores is for: use evaluate")
             task = config.shards.name
             if shards.setdefault(task, config.shards) != config.shards:
                 raise RunError(f"{run}: its shards {config.shards} are not {shards[task]}")

@@ -54,7 +54,8 @@ class Model(Keys):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
                     f"{name} cannot be set with init, whose model keeps its own: remove it. For "
-                    "fewer layers use `teacher:` with objective {kl: 0, mlm: 1, cosine: 0}"
+                    "fewer layers use `teacher: NAME` with student.num_layers, and objective "
+                    "{kl: 0, mlm: 1, cosine: 0}, of a task {name: kd, soft: 0, hard: 1}"
                 )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(

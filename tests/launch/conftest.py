@@ -96,7 +96,7 @@ def own_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
     shipped = ROOT / "configs" / "own-encoder.yaml"
     values: dict[str, Any] = yaml.safe_load(shipped.read_text(encoding="utf-8"))
     prepare, teacher, *_ = values["runs"]
-    prepare["sources"][0] |= {"packages": ["python"], "max_megabytes": 0.05}
+    prepare["sources"][0] |= {"fraction": 0.04}
     prepare |= {"tokenizer": {"train": {"kind": "wordpiece", "vocab_size": 400}}, "workers": 1}
     teacher["model"] |= {"hidden_size": 16, "intermediate_size": 32}
     values["defaults"]["train"] = {"max_steps": 2, "global_batch_size": 4, "precision": "fp32"}

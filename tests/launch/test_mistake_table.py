@@ -82,7 +82,7 @@ MISTAKES = [
         "mlm",
         "model={init: teacher, num_hidden_layers: 1}",
         "num_hidden_layers cannot be set with init",
-        "For fewer layers use `teacher:`",
+        "For fewer layers use `teacher: NAME`",
     ),
     (
         "mlm",
@@ -109,6 +109,17 @@ MISTAKES = [
     ("run", "optimizer.max_grad_norm=1e-300", "max_grad_norm 1e-300 is too small"),
     ("run", "masking.probability=1e-300", "probability 1e-300 is too small"),
     ("run", "objective.name=minilm student.num_layers=3", "student.num_layers 3 is more than"),
+    ("run", "objective.name=KD", "did you mean kd?"),
+    ("run", "logging.wandb=true", "logging.wandb: write logging.trackers=[wandb]"),
+    ("recipe", "runs.1.sweep={seed: [0, 1]}", "sweep.seed: no key of a run: write train.seed"),
+    ("data", "validation=10", "validation: give a share below 1, such as 0.1, or a file"),
+    ("data", "validation=10%", "validation: give a share below 1, such as 0.1, or a file"),
+    ("data", "validation=two.csv train=one.csv", "1 label(s) in 'label'", "more examples"),
+    ("data", f"task.labels=[{', '.join(f'l{i}' for i in range(2000))}]", "2,000 labels, such as"),
+    ("both", "", "sources are of a corpus, and task", "remove one of the two"),
+    ("task", "task.name=regression", "a run of such data has name: classification"),
+    ("task", "model.num_hidden_layers=1", "`teacher: NAME` with student.num_layers", "kd, soft: 0"),
+    ("task", "objective.hard=0.5", "objective finetune has no hard", "its keys are none but name"),
 ]
 
 
@@ -132,7 +143,36 @@ def folder(
     write(tmp_path / "recipe.yaml", {"defaults": kept, "runs": runs})
     source = {"kind": "text", "path": "letters.txt"}
     write(tmp_path / "corpus.yaml", {"output": "out", "sources": [source]})
+    for name, labels in (("two", "ab"), ("one", "a")):
+        rows = "".join(f"{a} b {i},{a}\n" for i in range(4) for a in labels)
+        (tmp_path / f"{name}.csv").write_text(f"text,label\n{rows}")
+    task = {"name": "classification", "text": "text", "label": "label"}
+    data = {"output": "data", "task": task, "train": "two.csv", "validation": 0.25}
+    data |= {"tokenizer": "teacher", "max_length": 16}
+    write(tmp_path / "data.yaml", data)
+    write(tmp_path / "both.yaml", {**data, "sources": [source]})
+    tuned = {"objective": {"name": "finetune"}, "model": {"init": "teacher"}}
+    task = {"name": "classification"}
+    write(tmp_path / "task.yaml", {"output": "runs/t", "task": task, **tuned, **kept})
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("launch run.yaml --slurm --time 1:00:00", "slurm.time=1:00:00"),
+        ("launch run.yaml --hardware 32xh100", "so many are --nodes 4 --hardware 8xh100"),
+        ("pretrain run.yaml --resume", "the same command continues"),
+        ("export runs/x exported --quantize", "--int8"),
+        ("publish runs/x", "distil export RUN DIR --push OWNER/NAME"),
+        ("config keys trian", "did you mean train?"),
+    ],
+)
+def test_a_word_that_has_another_name_is_answered_with_it(
+    distil: Callable[..., Any], folder: Path, typed: str, meant: str
+) -> None:
+    code, _, said = distil(*typed.split())
+    assert code == 2 and meant in said, said
 
 
 @pytest.mark.parametrize("case", MISTAKES, ids=lambda case: f"{case[0]} {case[1]}"[:60])
@@ -141,7 +181,9 @@ def test_a_mistake_is_answered_with_its_key_and_its_fix(
 ) -> None:
     file, typed, *parts = case
     file, _, command = file.partition(" as ")
-    command = {"recipe": "recipe", "corpus": "prepare"}.get(command or file, "pretrain")
+    command = {"recipe": "recipe", "corpus": "prepare", "data": "prepare", "both": "prepare"}.get(
+        command or file, "pretrain"
+    )
     # Values hold spaces; a new argument begins with a key or with --.
     words: list[str] = []
     for word in typed.split():

@@ -136,7 +136,9 @@ def test_a_recipe_says_what_came_of_each_stage_after_an_error_too(
 def test_a_signal_in_the_corpus_ends_with_75_and_the_same_command_continues(
     recipe: dict[str, Any],
 ) -> None:
-    recipe["runs"][0]["sources"][0] |= {"packages": ["python", "pandas"], "max_megabytes": 4}
+    lines = (f"Line {i} of a text that takes a while, with {i * i} in it." for i in range(200_000))
+    Path("large.txt").write_text("\n".join(lines), encoding="utf-8")
+    recipe["runs"][0]["sources"][0] |= {"path": "large.txt", "fraction": 1.0}
     command = ("-m", "launch", "recipe", write(recipe))
     screen = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = warm.Process(*command, **screen)
