@@ -118,19 +118,6 @@ def test_a_long_chain_is_one_cluster() -> None:
     assert len(items) == 10_000 and not cluster_of.any()
 
 
-def test_draws_are_even_and_independent() -> None:
-    hashes = [text_hash(str(number)) for number in range(4000)]
-    fraction = np.array([draw(key, 0, "fraction") for key in hashes])
-    validation = np.array([draw(key, 0, "validation") for key in hashes])
-    other_seed = np.array([draw(key, 1, "fraction") for key in hashes])
-    for values in (fraction, validation, other_seed):
-        assert values.min() >= 0 and values.max() < 1
-        assert abs(values.mean() - 0.5) < 0.02
-    # among those that a fraction keeps, validation is as frequent as everywhere
-    assert abs((validation[fraction < 0.1] < 0.5).mean() - 0.5) < 0.1
-    assert abs(np.corrcoef(fraction, other_seed)[0, 1]) < 0.06
-
-
 def test_draws_equal_recorded_numbers() -> None:
     # golden: a new value would move documents between splits of every corpus prepared before
     assert text_hash("a").hex() == "27c35e6e9373877f29e562464e46497e"

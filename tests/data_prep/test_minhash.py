@@ -143,27 +143,6 @@ def test_the_order_and_number_of_equal_shingles_do_not_count() -> None:
     assert (result[0] == result[1]).all()
 
 
-def test_estimates_are_unbiased_with_the_documented_deviation() -> None:
-    for truth in (0.5, 0.8):
-        for size in (60, 2000):
-            estimates = similarity(*sketches(truth, pairs=1500, size=size))
-            shared = round(2 * size * truth / (1 + truth))
-            exact = shared / (2 * size - shared)
-            sigma = (exact * (1 - exact) / minhash.NUM_PERMUTATIONS) ** 0.5
-            assert abs(estimates.mean() - exact) < 4 * sigma / 1500**0.5
-            assert estimates.std() < 1.1 * sigma
-
-
-def test_candidates_follow_the_s_curve() -> None:
-    # the figures of the module's docstring, counted in 3,000 pairs each
-    for truth, expected in ((0.3, 0.015), (0.5, 0.282), (0.7, 0.928), (0.8, 0.9983)):
-        a, b = sketches(truth, pairs=3000, size=500)
-        found = (bands(a) == bands(b)).any(axis=1).mean()
-        sigma = (expected * (1 - expected) / 3000) ** 0.5
-        assert abs(found - expected) < 4 * sigma, truth
-    assert found >= 0.99
-
-
 def test_bands_are_equal_exactly_where_their_slots_are() -> None:
     a, b = sketches(0.7, pairs=200, size=300)
     expected = [

@@ -11,34 +11,14 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from support.shard_folders import make_folder, reseal
 
 from data_prep.pipeline.packing import fill_rows, pack, split_at_lines, split_tokens
-from data_prep.shards import open_shards, write_shard
-from data_prep.shards.manifest import SplitRecord
+from data_prep.shards import write_shard
 
 CLS, SEP, PAD = 2, 3, 0
 CAPACITY = st.integers(3, 600)
 many = settings(derandomize=True, deadline=None, max_examples=200)
 few = settings(derandomize=True, deadline=None, max_examples=60)
-
-
-@st.composite
-def lengths_and_capacity(draw: st.DrawFn) -> tuple[list[int], int]:
-    capacity = draw(CAPACITY)
-    return draw(st.lists(st.integers(1, capacity), max_size=300)), capacity
-
-
-@many
-@given(lengths_and_capacity())
-def test_packing_puts_every_segment_in_one_row_that_holds_it(case: tuple[list[int], int]) -> None:
-    lengths, capacity = case
-    rows = pack(lengths, capacity)
-    assert sorted(segment for row in rows for segment in row) == list(range(len(lengths)))
-    fills = [sum(lengths[segment] for segment in row) for row in rows]
-    assert all(0 < fill <= capacity for fill in fills)
-    # Of two rows at most half full, the second would have gone into the first.
-    assert sum(2 * fill <= capacity for fill in fills) <= 1
 
 
 @many
@@ -120,34 +100,3 @@ def test_a_shard_holds_its_rows_whatever_they_are(rows: npt.NDArray[np.uint16], 
     assert table["input_ids"].to_pylist() == rows.tolist()
     assert record.rows == len(rows)
     assert record.tokens == sum(id != pad for row in rows.tolist() for id in row)
-
-
-@few
-@given(
-    st.data(),
-    st.lists(st.integers(1, 7), min_size=1, max_size=5),
-    st.sampled_from([np.uint16, np.uint32]),
-)
-def test_rows_of_several_shards_are_those_of_their_concatenation(
-    data: st.DataObject, sizes: list[int], dtype: type[np.uint16] | type[np.uint32]
-) -> None:
-    whole = np.random.default_rng(sum(sizes)).integers(0, 2**16, (sum(sizes), 16)).astype(dtype)
-    indices = data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=30))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "out"
-        make_folder(folder, rows=1, shards=1)
-        parts = np.split(whole, np.cumsum(sizes)[:-1])
-        records = [
-            write_shard(folder / f"train-{number:05d}.arrow", part, pad=PAD)
-            for number, part in enumerate(parts)
-        ]
-        train = SplitRecord(
-            rows=len(whole),
-            tokens=sum(record.tokens for record in records),
-            segments=0,
-            shards=tuple(records),
-        )
-        reseal(folder, row_length=16, dtype=np.dtype(dtype).name, splits={"train": train})
-        found = open_shards(folder).rows(np.array(indices, dtype=np.int64))
-    assert found.dtype == dtype
-    assert np.array_equal(found, whole[indices])

@@ -25,8 +25,6 @@ from data_prep.shards import load_manifest, open_shards, verify
 
 HOSTILE = 'a "quoted"\n---\nlicense: mit\n---\n<img src=x onerror=alert(1)> | [x](y) `c` &lt; $1$'
 
-SOURCE_COLUMNS = ("licence", "documents", "kept", "of these validation", "characters")
-
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

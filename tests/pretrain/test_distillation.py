@@ -19,7 +19,6 @@ from pretrain.contracts.batch import Batch
 from pretrain.kernels.head import vocabulary
 from pretrain.model.distillation import Distillation
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.tasks.mlm.examples import masked_batch
 
 CLS, PAD = 2, 0
 Row = list[list[int]]
@@ -235,22 +234,6 @@ def test_no_gradient_under_no_grad(models: Models, batch: Batch) -> None:
     assert loss.requires_grad and not silent.requires_grad
     assert silent.item() == pytest.approx(loss.item(), rel=1e-12)
     np.testing.assert_allclose(sums, same, rtol=1e-12)
-
-
-def test_micro_batches_sum_to_the_batch(models: Models, batch: Batch, documents: list[Row]) -> None:
-    """Run rows one by one with the whole step's counts: every token has the same weight."""
-    reference = expected(models, batch, documents, DistilBert())
-    distillation = module(models, DistilBert())
-    factors = mean_coefficients(distillation.terms, batch, dtype=torch.float64)
-    total = 0.0
-    for row in range(3):
-        tensors = (t[row : row + 1] for t in (batch.input_ids, *batch.labels.values()))
-        one = masked_batch(*tensors, cls_id=CLS, pad_id=PAD)
-        loss, _ = distillation(one, factors)
-        loss.backward()
-        total += loss.item()
-    assert total == pytest.approx(reference.loss.item(), rel=1e-6)
-    check_gradients(models[0], reference.gradients, 1e-6)
 
 
 def test_the_teacher_is_no_part_of_the_module(models: Models, batch: Batch) -> None:

@@ -12,20 +12,18 @@ import torch
 import torch.nn.functional as F
 from support.families import CLS, SPREAD, L, build, every_family
 from support.operators import Operators
-from support.runs import history, refused, start
+from support.runs import refused, start
 from support.said import Said
 from support.tiny import VOCAB_SIZE, as_teacher, save_teacher, tiny_bert
 from torch import Tensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForMaskedLM,
 )
 
 from data_prep.shards import Manifest
 from pretrain.contracts.packing import Packing, find_documents
 from pretrain.contracts.terms import Signal
-from pretrain.export.export import export
 from pretrain.kernels.attention.cpu import by_document
 from pretrain.kernels.attention.dispatch import masked, usable
 from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of, shape_of
@@ -305,12 +303,6 @@ def test_signals_change_no_output(kind: str) -> None:
     assert num == len(family_of(model).layers(model))
 
 
-def shallow(kind: str, **changes: Any) -> Any:
-    """Build a model of two layers."""
-    layers = {"n_layers": 2} if kind == "distilbert" else {"num_hidden_layers": 2}
-    return build(kind, **layers, **changes)
-
-
 # --- teachers ----------------------------------------------------------------------------------
 
 
@@ -520,36 +512,6 @@ def test_dropouts_come_from_the_config(kind: str, tmp_path: Path) -> None:
 
 
 # --- runs --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta", "modernbert"])
-def test_a_run_with_a_student_of_the_teachers_family(
-    kind: str, tmp_path: Path, run_config: Callable[..., dict[str, Any]]
-) -> None:
-    """Train, stop, continue from the checkpoint, evaluate, and export."""
-    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
-    if kind == "modernbert":
-        special |= {"cls_token_id": 2, "sep_token_id": 3}
-    save_teacher(tmp_path / "teacher", build(kind, **special))
-    values = run_config(
-        tmp_path / "run",
-        tmp_path / "teacher",
-        student={"architecture": "same", "num_layers": 2},
-        optimizer={"learning_rate": 1e-3},
-        train={"max_steps": 4, "global_batch_size": 4, "micro_batch_size": 2},
-        evaluation={"every": 2},
-        checkpoint={"every": 2},
-    )
-    start(values, stop_after=2)
-    start(values)
-    entries = history(tmp_path / "run")
-    assert [entry["step"] for entry in entries if "loss" in entry] != []
-    export(tmp_path / "run", tmp_path / "exported", pytest.fail)
-    exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "exported")
-    assert exported.config.model_type == kind and exported.config.num_hidden_layers == 2
-    values["output"] = str(tmp_path / "again")
-    start(values)
-    assert history(tmp_path / "again") == entries
 
 
 def test_a_bert_student_may_continue_from_a_folder(tmp_path: Path) -> None:

@@ -5,14 +5,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.batches import terms_of
 from support.head_inputs import draw, projections
 from support.naive_head import logit_terms, naive_sums
 from torch import Tensor
 
 from pretrain.contracts.terms import VocabularyTerm
 from pretrain.kernels.head import Projection, closed_form, vocabulary, vocabulary_losses
-from pretrain.objectives.mlm import MaskedLanguageModel
 
 N, D, V = SIZES = 37, 16, 53
 COEFFICIENTS = (0.7, 1.3)
@@ -88,16 +86,6 @@ def test_a_term_alone(changes: dict[str, float], names: list[str]) -> None:
     compare(chunked(terms, [3.0]), naive(terms, [3.0]), 1e-12)
 
 
-def test_masked_language_model_objective() -> None:
-    (term,) = terms_of(MaskedLanguageModel())
-    student, _ = projections(*SIZES)
-    logits = student.hidden_ND @ student.weight_VD.T + student.bias_V
-    expected = torch.nn.functional.cross_entropy(logits[:9], LABELS, reduction="sum").detach()
-    loss, _ = vocabulary_losses(student, None, LABELS, [term], torch.ones(1))
-    assert (term.weight(0), term.over, term.needs_teacher) == (1.0, "masked", False)
-    assert close(loss.detach(), expected, 1e-12)
-
-
 @pytest.mark.parametrize("kl_positions", ["all", "masked"])
 def test_the_fused_losses_are_the_terms_own_formulas(kl_positions: str) -> None:
     """Compare each closed form with the term's formula and autograd in fp64."""
@@ -160,15 +148,6 @@ def test_a_gradient_beyond_the_range_of_fp16() -> None:
         gradients.append(student.weight_VD.grad)
     assert (3000 * gradients[0]).abs().max() > 65_504
     assert close(gradients[1], gradients[0], 2e-2)
-
-
-def test_no_gradient_under_no_grad() -> None:
-    student, teacher = projections(*SIZES)
-    factors = torch.tensor(COEFFICIENTS, dtype=torch.float64)
-    with torch.no_grad():
-        loss, sums = vocabulary_losses(student, teacher, LABELS, logit_terms(), factors)
-    assert not loss.requires_grad and not sums.requires_grad
-    assert close(sums, naive(logit_terms()).sums, 1e-12)
 
 
 def test_a_frozen_student_gets_values_and_no_gradient() -> None:

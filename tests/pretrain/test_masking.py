@@ -76,31 +76,6 @@ def test_eighty_ten_ten(ids: Ids, masked: Masked) -> None:
     assert abs(deviations(other.sum(), num, 0.1 * (1 - same))) < 4
 
 
-def test_random_replacements_are_uniform_over_ordinary_words() -> None:
-    """Compute chi-square over 194 tokens, in rows of one token so that the original is known."""
-    word = 50
-    put = mask(np.full((600, 512), word)).input_ids
-    counts = np.bincount(put[(put != word) & (put != MASK)], minlength=V)
-    assert counts[: len(SPECIAL)].sum() == 0 and counts[word] == 0
-    counts = np.delete(counts, [*SPECIAL, word])
-    expected = counts.sum() / len(counts)
-    assert expected > 20
-    degrees = len(counts) - 1
-    assert ((counts - expected) ** 2 / expected).sum() < degrees + 4 * np.sqrt(2 * degrees)
-
-
-def test_selected_positions_are_uniform() -> None:
-    rows = 1000
-    ids = np.full((rows, 64), 50)
-    flags = selected(mask(ids, epoch=3), ids.shape)
-    counts = flags.sum(0)
-    # round(0.15 * 64) = 10 of 64 without replacement.
-    variance = rows * 10 / 64 * (1 - 10 / 64)
-    assert (counts.sum(), flags.sum(1).tolist()) == (10 * rows, [10] * rows)
-    statistic = ((counts - rows * 10 / 64) ** 2 / variance).sum() * 63 / 64
-    assert 63 - 4 * np.sqrt(126) < statistic < 63 + 4 * np.sqrt(126)
-
-
 def check_with_plain_python(
     masking: Masking, result: Masked, ids: Ids, epochs: Ids, rows: Ids, checked: Iterable[int]
 ) -> None:
@@ -202,32 +177,6 @@ def test_masking_does_not_change_its_input(ids: Ids) -> None:
     assert (some == ids[:4]).all()
 
 
-def test_epochs_rows_and_seeds_mask_independently() -> None:
-    """Compare with the overlap of two independent masks: 77 * 77 / 512 of 77."""
-    ids = np.full((400, 512), 50)
-    none, rows = np.zeros(400, np.int64), np.arange(400)
-    first = selected(mask(ids), ids.shape)
-    variants = {
-        "next row": first[np.r_[1:400, 0]],
-        "next epoch": selected(mask(ids, epoch=1), ids.shape),
-        "other seed": selected(mask(ids, replace(UNIFORM, seed=18)), ids.shape),
-        "high bits of the seed": selected(mask(ids, replace(UNIFORM, seed=17 + 2**32)), ids.shape),
-        "epoch and row swapped": selected(UNIFORM(ids, rows, none), ids.shape)[np.r_[1:400, 0]],
-    }
-    share = 77 / 512
-    deviation = np.sqrt(400 * 77 * share * (1 - share) * (435 / 511))  # hypergeometric
-    for what, other in variants.items():
-        assert abs((first & other).sum() - 400 * 77 * share) < 4 * deviation, what
-
-
-def test_action_and_replacement_do_not_follow_the_selection() -> None:
-    """Check that early slots, the smallest draws, are [MASK] as often as late ones."""
-    result = mask(np.full((1000, 512), 50))
-    put = np.take_along_axis(result.input_ids, result.positions, axis=1)
-    for slots in (put[:, :20], put[:, -20:]):
-        assert abs(deviations((slots == MASK).sum(), slots.size, 0.8)) < 4
-
-
 def test_frequency_weighted_draws_follow_count_to_the_minus_0_7() -> None:
     """Compare frequencies of three classes with a float Efraimidis-Spirakis race."""
     counts = np.array([100, 1_000, 20_000])
@@ -247,14 +196,6 @@ def test_frequency_weighted_draws_follow_count_to_the_minus_0_7() -> None:
     deviation = np.sqrt(expected * (1 + 4000 / 20_000))  # of both; less without replacement
     assert (np.abs(found - expected) < 4 * deviation).all(), (found, expected)
     assert found[0] > 3 * found[1] > 9 * found[2]
-
-
-def test_frequency_weighted_draws_do_not_depend_on_the_position() -> None:
-    ids = np.full((1000, 64), 50)
-    flags = selected(mask(ids, SMOOTHED), ids.shape)
-    expected = 1000 * 10 / 64
-    statistic = ((flags.sum(0) - expected) ** 2 / (expected * 54 / 64)).sum() * 63 / 64
-    assert statistic < 63 + 4 * np.sqrt(126)
 
 
 def test_the_exponential_table_is_minus_the_logarithm() -> None:

@@ -30,12 +30,6 @@ def test_mix_is_invertible_and_the_same_in_python_numpy_and_torch() -> None:
         assert array.tolist() == numbers  # it is read only
 
 
-def test_mix_reads_only_the_low_32_bits() -> None:
-    for number in EDGES:
-        assert mix(number) == mix(number + (7 << 32))
-    assert mix(np.array(EDGES) - (1 << 40)).tolist() == [mix(number) for number in EDGES]
-
-
 def test_derive_is_injective_and_the_same_in_python_numpy_and_torch() -> None:
     for key in (0, 1, 0xFFFFFFFF):
         python = [derive(key, index) for index in EDGES]
@@ -53,13 +47,6 @@ def test_root_depends_on_every_bit_of_the_seed_and_every_name() -> None:
     assert all(0 <= key < 2**32 for key in keys)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 4096, 10007])
-def test_permutation_is_a_bijection(size: int) -> None:
-    for key in (0, 1, 0xDEADBEEF):
-        found = permutation(np.arange(size), size, key)
-        assert sorted(found.tolist()) == list(range(size))
-
-
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.integers(1, 2000), st.integers(0, 2**32 - 1), st.data())
 @example(1, 0, None)
@@ -73,13 +60,6 @@ def test_any_permutation_is_a_bijection_and_the_same_in_parts(
     chunks = np.split(np.arange(size), sorted(places))
     assert np.array_equal(np.concatenate([permutation(c, size, key) for c in chunks]), whole)
     assert all(permutation(np.array([i]), size, key) == whole[i] for i in (0, size // 2, size - 1))
-
-
-def test_permutation_of_single_indices() -> None:
-    whole = permutation(np.arange(4097), 4097, 7)
-    index = np.array([4096, 3, 3, 0])
-    assert permutation(index, 4097, 7).tolist() == whole[[4096, 3, 3, 0]].tolist()
-    assert index.tolist() == [4096, 3, 3, 0]  # it is read only
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(10, 4), (7, 7), (5, 12), (1, 3), (100, 1)])
@@ -98,42 +78,6 @@ def test_every_epoch_visits_every_row_once(rows: int, batch: int) -> None:
     assert flat == [position // rows for position in range(steps * batch)]
     for epoch in range(3):
         assert sorted(seen[epoch]) == list(range(rows))
-
-
-def test_the_batch_size_does_not_change_the_sequence() -> None:
-    def sequence(batch: int) -> list[int]:
-        order = Order(100, batch, seed=5)
-        return np.concatenate([order.at(step)[1] for step in range(600 // batch)]).tolist()
-
-    assert sequence(12) == sequence(50) == sequence(600)
-
-
-def test_epochs_and_seeds_have_different_orders() -> None:
-    """Compare with random permutations, which agree in one row of 1,000 on average."""
-    epochs = [Order(1000, 1000, seed=1).at(step)[1] for step in range(3)]
-    others = [Order(1000, 1000, seed=seed).at(0)[1] for seed in (0, 2, 1 + 2**32, 2**64 - 1)]
-    orders = [*epochs, *others]
-    for i, one in enumerate(orders):
-        for other in orders[:i]:
-            assert (one == other).sum() < 10
-
-
-def test_no_correlation_of_position_and_row() -> None:
-    """Check Spearman's rho and lag 1: both deviate by 1/sqrt(n - 1) for random permutations."""
-    n = 10007
-    for seed in range(4):
-        rows = Order(n, n, seed).at(0)[1]
-        assert abs(np.corrcoef(np.arange(n), rows)[0, 1]) < 4 / np.sqrt(n - 1)
-        assert abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 4 / np.sqrt(n - 2)
-    first, second = Order(n, n, 0).at(0)[1], Order(n, n, 0).at(1)[1]
-    assert abs(np.corrcoef(first, second)[0, 1]) < 4 / np.sqrt(n - 1)
-
-
-def test_a_row_lands_everywhere_equally_often() -> None:
-    """Count the positions of row 0 of 16 over many keys: chi-square with 15 degrees."""
-    places = [int(permutation(np.array([0]), 16, key)[0]) for key in range(3200)]
-    counts = np.bincount(places, minlength=16)
-    assert ((counts - 200) ** 2 / 200).sum() < 15 + 4 * np.sqrt(30)
 
 
 @pytest.mark.parametrize(

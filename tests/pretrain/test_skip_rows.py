@@ -1,7 +1,5 @@
 """Check that skipped rows add nothing and do not change the other rows."""
 
-import json
-from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -80,16 +78,6 @@ def test_other_rows_do_not_change(shards: ShardSet, order: Order, examples: Mask
                     for ours_now, ours_before in zip(after.values(), before.values(), strict=True):
                         assert torch.equal(ours_now[i], ours_before[i])
     assert num_left_out > 60
-
-
-def test_masking_does_not_change_the_number_of_tokens(dataset: StepDataset) -> None:
-    step = dataset[7]
-    others, left_out = by_hand(dataset, 7, padded=False)
-    assert left_out.any()
-    ids = dataset.shards.rows(dataset.order.at(7)[1])[~left_out]
-    expected = int((ids != PAD).sum()), int((others.labels != IGNORE).sum())
-    assert counts(fed(step)) == expected
-    assert int((step["masked"] != IGNORE).sum()) == expected[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -214,16 +202,6 @@ def test_a_whole_step_of_padding_counts_nothing_and_stays_finite(
     assert not outputs.any() and not any(gradient.any() for gradient in gradients)
 
 
-def test_frequency_weighted_masking_leaves_rows_out_too(shards: ShardSet, order: Order) -> None:
-    weights = np.arange(1, 201, dtype=np.int64)
-    smoothed = replace(masking_over(shards.manifest, 0.15, 3), smoothing=weights)
-    examples = MaskedRows(shards, smoothed)
-    plain, ours = (StepDataset(shards, order, examples, skips=skips)[STEP] for skips in ((), SKIPS))
-    left_out = torch.tensor([is_left_out(row, STEP) for row in order.at(STEP)[1].tolist()])
-    assert (ours["masked"][left_out] == IGNORE).all()
-    assert torch.equal(ours["masked"][~left_out], plain["masked"][~left_out])
-
-
 @pytest.mark.parametrize(("first", "last"), [(0, 10**6), (-1, 3), (5, 5), (9, 3)])
 def test_rows_that_are_not_there_are_refused(
     shards: ShardSet, order: Order, examples: MaskedRows, first: int, last: int
@@ -233,12 +211,6 @@ def test_rows_that_are_not_there_are_refused(
     with pytest.raises(RunError, match=f"has {len(shards)} rows, 0 to {len(shards) - 1}"):
         StepDataset(shards, order, examples, skips=[*SKIPS, Skip(0, len(shards) + 1, 0)])
     StepDataset(shards, order, examples, skips=[Skip(0, len(shards), 0)])
-
-
-def test_a_checkpoint_keeps_them_as_json() -> None:
-    text = json.dumps([astuple(skip) for skip in SKIPS])
-    assert json.loads(text) == [[20, 60, 4], [100, 101, 0]]
-    assert tuple(Skip(*values) for values in json.loads(text)) == SKIPS
 
 
 def test_the_same_option_given_again_adds_nothing() -> None:

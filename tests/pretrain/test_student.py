@@ -16,30 +16,22 @@ from support.processes import ROOT
 from support.runs import history, refused, start
 from support.said import Said
 from support.tiny import as_teacher, save_teacher, tiny_bert
-from support.traps import edit
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForMaskedLM,
     BertConfig,
-    BertForMaskedLM,
     BertForPreTraining,
-    BertModel,
-    DistilBertForMaskedLM,
 )
 
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
 from pretrain.config import RunConfig
 from pretrain.export.export import export
-from pretrain.model.folder import load_model
 from pretrain.model.model_config import Model, Student
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import Teacher, load_teacher, parameters_sha256
 from pretrain.plan import default_layers
 
-MakeBert = Callable[..., BertForMaskedLM]
-AsTeacher = Callable[[BertForMaskedLM], Teacher]
 REAL_BODY = ROOT.parent / "shared/data/minilm-l6-body.tar.xz"
 
 
@@ -153,12 +145,6 @@ def test_random_students(teacher: Teacher) -> None:
             assert (parameter == float(norm)).all(), name
 
 
-def test_a_random_student_may_be_deeper_than_its_teacher(teacher: Teacher) -> None:
-    """Follow the advice of the refusal of too many layers."""
-    student = build_student(Student(init="random", num_layers=5), teacher, seed=0)
-    assert len(student.distilbert.transformer.layer) == 5
-
-
 def test_dropout_comes_from_the_config(teacher: Teacher) -> None:
     student = build_student(Student(dropout=0.3, attention_dropout=0.2), teacher, seed=0)
     rates = {n: m.p for n, m in student.named_modules() if isinstance(m, torch.nn.Dropout)}
@@ -264,19 +250,6 @@ def test_a_new_bert_has_the_sizes_of_the_config(manifest: Manifest) -> None:
         )
 
 
-def test_load_student_returns_what_was_saved(teacher: Teacher, tmp_path: Path) -> None:
-    student = build_student(Student(), teacher, seed=0)
-    student.save_pretrained(tmp_path / "student")
-    teacher.model.save_pretrained(tmp_path / "bert")
-    for folder, saved, kind in (
-        ("student", student, DistilBertForMaskedLM),
-        ("bert", teacher.model, BertForMaskedLM),
-    ):
-        found = load_model(tmp_path / folder)
-        assert type(found) is kind
-        assert parameters_sha256(found) == parameters_sha256(saved)
-
-
 # --- teachers --------------------------------------------------------------------------------
 
 
@@ -289,36 +262,9 @@ def load(tmp_path: Path, manifest: Manifest) -> Load:
     return lambda: load_teacher(str(tmp_path), manifest)
 
 
-def test_load_teacher(tmp_path: Path, load: Load, ids: Tensor) -> None:
-    saved = save_teacher(tmp_path)
-    teacher = load()
-    assert not teacher.model.training and teacher.model.dtype == torch.float32
-    assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
-    assert (teacher.name, teacher.revision) == (str(tmp_path), None)
-    with torch.no_grad():
-        assert torch.equal(teacher.model(input_ids=ids).logits, saved(input_ids=ids).logits)
-
-
 def test_a_half_precision_teacher_is_widened(tmp_path: Path, load: Load) -> None:
     save_teacher(tmp_path, tiny_bert().to(torch.bfloat16))
     assert {parameter.dtype for parameter in load().model.parameters()} == {torch.float32}
-
-
-def test_the_digest_is_of_the_weights(tmp_path: Path, load: Load) -> None:
-    digests = []
-    for seed in (0, 0, 1):
-        save_teacher(tmp_path, tiny_bert(seed=seed))
-        digests.append(load().sha256)
-    assert digests[0] == digests[1] != digests[2]
-
-
-def test_an_encoder_without_a_head_is_refused(tmp_path: Path, load: Load) -> None:
-    model = save_teacher(tmp_path)
-    model.bert.save_pretrained(tmp_path)
-    assert isinstance(model.bert, BertModel)
-    edit(tmp_path / "config.json", architectures=["BertForMaskedLM"])
-    with refused(str(tmp_path), "no trained masked-language-model head"):
-        load()
 
 
 def test_a_pretraining_checkpoint_has_a_head(tmp_path: Path, load: Load, ids: Tensor) -> None:
@@ -331,30 +277,6 @@ def test_a_pretraining_checkpoint_has_a_head(tmp_path: Path, load: Load, ids: Te
     with torch.no_grad():
         expected = whole(input_ids=ids).prediction_logits
         assert (model(input_ids=ids).logits - expected).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("albert", "albert; supported are bert, distilbert, roberta"),
-        ("electra", "detects replaced tokens"),
-        ("deberta-v2", "detects replaced tokens"),
-    ],
-)
-def test_a_model_of_no_supported_family_is_refused(
-    kind: str, reason: str, tmp_path: Path, load: Load
-) -> None:
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=200,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=64,
-    )
-    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
-    with refused(str(tmp_path), reason):
-        load()
 
 
 def test_the_shards_own_tokenizer_and_just_enough_positions_are_accepted(
@@ -373,13 +295,6 @@ def test_a_missing_teacher(name: str, tmp_path: Path, manifest: Manifest) -> Non
     path = str(tmp_path / name) if name == "a missing folder" else name
     with refused(path, "check the path" if name == "a missing folder" else "check the name"):
         load_teacher(path, manifest)
-
-
-def test_an_untied_output_embedding_is_refused(tmp_path: Path, load: Load) -> None:
-    """Refuse a head that cannot be copied: a DistilBERT's is tied, so its logits would be wrong."""
-    save_teacher(tmp_path, tiny_bert(2, tie_word_embeddings=False))
-    with refused(str(tmp_path), "tie_word_embeddings"):
-        load()
 
 
 def test_a_teacher_saved_by_an_old_version_is_loaded(

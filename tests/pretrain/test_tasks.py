@@ -6,9 +6,6 @@ import csv
 import json
 import os
 import shutil
-import signal
-import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
-from support import rank_work, ranks, runs, task_data, warm
+from support import rank_work, ranks, runs, task_data
 from support.families import build
-from support.processes import ROOT
 from support.results import losses
 from support.runs import step_folder
 from support.task_data import run_of
@@ -284,23 +280,6 @@ def test_a_teachers_logits_are_fp32_where_its_encoder_is_not() -> None:
 # Distillation
 
 
-def test_a_student_learns_its_teachers_logits(tmp_path: Path) -> None:
-    """Cut a student of all layers: it is its teacher, so the soft term begins at 0."""
-    kind = "classification"
-    task_data.make(tmp_path, kind)
-    task_data.save_model(tmp_path / "model", "bert", kind)
-    objective = {"name": "kd", "soft": 1.0, "hard": 0.0}
-    values = run_of(tmp_path, kind, teacher=str(tmp_path / "model"), objective=objective)
-    none = {"dropout": 0.0, "attention_dropout": 0.0, "architecture": "same"}
-    whole = values | {"student": {**none, "init": [0, 1]}}
-    runs.start(whole, stop_after=1)
-    assert losses(whole)[1] == pytest.approx(0.0, abs=1e-9)
-    half = values | {"student": {**none, "init": [0]}, "output": str(tmp_path / "half")}
-    runs.start(half)
-    first, last = losses(half)[1], losses(half)[20]
-    assert 0 < last < first / 2
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_task_is_distilled(tmp_path: Path, kind: str, precision: str) -> None:
@@ -548,31 +527,6 @@ def test_all_layouts_give_one_curve(tmp_path: Path, kind: str) -> None:
         found.append([*losses(values).values()])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
-
-
-def test_a_killed_run_continues_with_its_head(tmp_path: Path) -> None:
-    kind = "classification"
-    task_data.make(tmp_path, kind)
-    task_data.save_model(tmp_path / "model", "bert", "token_classification")  # a new head is drawn
-    model = {"init": str(tmp_path / "model")}  # with dropout
-    steps = {"max_steps": 60}
-    whole = run_of(tmp_path, kind, model=model, train=steps)
-    whole["checkpoint"] = {"every": 10}
-    killed = {**whole, "output": str(tmp_path / "killed")}
-    runs.start(whole)
-    path = runs.write_yaml(killed)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = warm.Process("-m", "launch", "pretrain", path, cwd=ROOT, **quiet)
-    folder = Path(killed["output"]) / "checkpoints"
-    while process.poll() is None and not list(folder.glob("step-*/manifest.json")):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(600) == -signal.SIGKILL
-    runs.start(killed)
-    assert losses(killed) == losses(whole)
-    for name in ("adapters", "student/model"):
-        files = [runs.step_folder(v["output"], 60) / f"{name}.safetensors" for v in (whole, killed)]
-        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_weights_only_are_a_third_of_a_checkpoint_and_are_not_continued(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import ranks, task_data
+from support import task_data
 from support.families import build
 from support.results import weights
 from support.runs import RECIPE, history, refused, start, step_folder
@@ -34,7 +34,6 @@ from pretrain.model.families import FAMILIES
 from pretrain.objectives.tinybert import TinyBert
 from pretrain.tasks.labelled.examples import LabelledRows
 
-ZERO = (pytest.mark.slow, ranks.needs_deepspeed)
 Settings = Callable[..., dict[str, Any]]
 
 
@@ -114,18 +113,6 @@ def values(tmp_path: Path, teacher_folder: Path, run_config: Settings) -> dict[s
 
 def adapters(values: dict[str, Any], step: int) -> dict[str, Tensor]:
     return load_file(step_folder(values["output"], step) / "adapters.safetensors")
-
-
-def test_training_brings_the_models_together(values: dict[str, Any]) -> None:
-    values["optimizer"] = {"learning_rate": 1e-2}
-    values["student"] = {**NARROW, "dropout": 0.0, "attention_dropout": 0.0}
-    values["train"] |= {"max_steps": 40, "global_batch_size": 16, "micro_batch_size": 16}
-    values["checkpoint"] = {"every": 0}
-    start(values)
-    steps = [entry for entry in history(values["output"]) if entry["kind"] == "train"]
-    for name in ("attention", "hidden", "embedding"):
-        losses = [entry[name] for entry in steps]
-        assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), name
 
 
 def test_the_export_has_an_untrained_pooler_and_no_adapter(

@@ -3,9 +3,7 @@
 import json
 import math
 import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import rank_work, ranks, warm
+from support import warm
 from support.results import difference, history, weights
 from support.runs import start as run
 from support.runs import step_folder, write_yaml
-from support.tiny import tiny_distilbert
 from transformers import BertForMaskedLM
 
 from launch.console import Training
-from pretrain import NonFiniteError, RunError, checkpoint
+from pretrain import RunError, checkpoint
 from pretrain.config import Optimizer, RunConfig
 from pretrain.monitor import metrics
 from pretrain.step import learning_rate
@@ -92,34 +89,6 @@ def test_a_run_resumed_half_way_is_bitwise_identical(settings: Settings) -> None
     assert (Path(halves["output"]) / "exit_status.json").read_bytes() == status
 
 
-def test_dropout_is_really_on(settings: Settings) -> None:
-    dropped = settings("dropped", train={"max_steps": 1})
-    kept = settings("kept", train={"max_steps": 1}, **STILL)
-    run(dropped), run(kept)
-    assert history(dropped)[1]["kl"] != history(kept)[1]["kl"]
-
-
-def test_loader_workers_do_not_change_the_run(settings: Settings) -> None:
-    one, other = settings("one"), settings("other", train={"num_workers": 2})
-    run(one), run(other)
-    assert_same_run(one, other)
-
-
-def test_micro_batches_and_processes_change_only_rounding(settings: Settings) -> None:
-    one = settings("8x1", train={"micro_batch_size": 8}, **STILL)
-    two = settings("2x4", train={"micro_batch_size": 2}, **STILL)
-    split = settings("2 ranks", train={"micro_batch_size": 2}, **STILL)
-    run(one), run(two)
-    ranks.run(2, rank_work.once, split)
-    assert difference(two, one, 10) < 1e-5
-    assert difference(split, one, 10) < 1e-5
-    for entry, other, third in zip(history(one), history(two), history(split), strict=True):
-        for key, value in entry.items():
-            if isinstance(value, float):
-                assert other[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
-                assert third[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
-
-
 def test_another_micro_batch_may_continue_a_run(settings: Settings) -> None:
     whole, mixed = settings("whole", **STILL), settings("mixed", **STILL)
     run(whole), run(mixed, stop_after=5)
@@ -166,15 +135,6 @@ def test_no_share_of_a_peak_is_claimed_that_is_not_measured(
     assert "tok/s" in out and "MFU" not in out
 
 
-def test_terms_are_logged_by_name_and_add_up(settings: Settings) -> None:
-    values = settings(train={"max_steps": 1})
-    run(values)
-    entry = history(values)[1]
-    assert entry["kind"] == "train"
-    total = 5 * entry["kl"] + 2 * entry["mlm"] + entry["cosine"]
-    assert entry["loss"] == pytest.approx(total, rel=1e-6)
-
-
 @pytest.mark.parametrize("zero", ["kl", "mlm", "cosine"])
 def test_a_weight_of_zero_leaves_the_other_terms_as_they_were(
     settings: Settings, zero: str
@@ -187,15 +147,6 @@ def test_a_weight_of_zero_leaves_the_other_terms_as_they_were(
     assert zero not in after
     for name in {"kl", "mlm", "cosine"} - {zero}:
         assert after[name] == pytest.approx(before[name], rel=1e-5)
-
-
-def test_cosine_alone_trains_in_two_processes(settings: Settings) -> None:
-    # The head's parameters then get no gradient, which DDP must be told.
-    values = settings(
-        objective={"name": "distilbert", "kl": 0.0, "mlm": 0.0}, train={"max_steps": 3}
-    )
-    ranks.run(2, rank_work.once, values)
-    assert [e["step"] for e in history(values) if e["kind"] == "train"] == [1, 2, 3]
 
 
 def test_mlm_trains_a_bert_and_learns(settings: Settings) -> None:
@@ -218,42 +169,6 @@ def test_mlm_trains_a_bert_and_learns(settings: Settings) -> None:
     assert type(BertForMaskedLM.from_pretrained(folder)) is BertForMaskedLM
 
 
-def test_random_initialisation_and_continuing_from_a_folder(settings: Settings) -> None:
-    random = settings("random", student={"init": "random"}, train={"max_steps": 2})
-    run(random)
-    folder = step_folder(random["output"], 2) / "student"
-    again = settings("again", student={"init": str(folder)}, train={"max_steps": 2})
-    run(again)
-    # Evaluation at step 0 of the second is that at the end of the first.
-    assert history(again)[0]["loss"] == history(random)[-1]["loss"]
-
-
-def test_a_non_finite_loss_stops_before_the_update(
-    settings: Settings, tmp_path: Path, teacher_folder: Path, distil: Any
-) -> None:
-    poisoned = tiny_distilbert()
-    with torch.no_grad():
-        poisoned.vocab_transform.bias[0] = float("nan")
-    poisoned.save_pretrained(tmp_path / "poisoned")
-    shutil.copy(teacher_folder / "vocab.txt", tmp_path / "poisoned")
-    values = settings(student={"init": str(tmp_path / "poisoned")})
-    with pytest.raises(NonFiniteError, match=r"step 1: the loss is nan over rows \d+, .* not made"):
-        run(values)
-    code, _, err = distil("pretrain", write_yaml(values))
-    assert code == 3
-    assert "Traceback" not in err
-    assert not list((Path(values["output"]) / "checkpoints").glob("step-*"))
-
-
-def test_an_mlm_run_is_not_continued_by_a_distillation(settings: Settings) -> None:
-    mlm = settings(objective={"name": "mlm"}, train={"max_steps": 1})
-    del mlm["teacher"], mlm["student"]
-    mlm["model"] = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    run(mlm)
-    with pytest.raises(RunError, match=r"objective\.name was mlm and is now distilbert"):
-        run(settings())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do fp16")
 def test_fp16_is_refused_on_a_cpu(settings: Settings) -> None:
     with pytest.raises(RunError, match="fp16 needs a CUDA GPU"):
@@ -268,22 +183,6 @@ def test_bf16_follows_fp32(settings: Settings) -> None:
     assert history(full)[1]["loss"] != history(half)[1]["loss"]
 
 
-def test_a_damaged_checkpoint_is_skipped_and_reported(settings: Settings) -> None:
-    whole, damaged = settings("whole"), settings("damaged")
-    run(whole), run(damaged)
-    root = Path(damaged["output"]) / "checkpoints"
-    file = root / "step-00000010" / "optimizer.safetensors"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    said: list[str] = []
-    saved = checkpoint.newest(root, said.append)
-    assert saved is not None and saved.step == 5
-    assert "optimizer.safetensors differs from its checksum" in said[0]
-    run(damaged)
-    assert_same_run(whole, damaged)
-
-
 def test_only_the_last_checkpoints_stay(settings: Settings) -> None:
     values = settings(checkpoint={"every": 2, "keep": 2})
     said: list[str] = []
@@ -296,23 +195,6 @@ def test_only_the_last_checkpoints_stay(settings: Settings) -> None:
     names = ["best", "latest", "step-00000008", "step-00000010"]
     assert sorted(p.name for p in root.glob("*")) == names
     assert (root / "latest").read_text(encoding="utf-8") == "step-00000010\n"
-
-
-@pytest.mark.slow
-def test_a_full_disk_loses_no_checkpoint(settings: Settings) -> None:
-    values = settings()
-    run(values, stop_after=5)
-    # A file-size limit stands in for the full disk: the same error path, at the same write.
-    result = subprocess.run(
-        ["bash", "-c", 'ulimit -f 40; exec "$@"', "-", *command(values)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr and "checkpoints" in result.stderr
-    saved = checkpoint.newest(Path(values["output"]) / "checkpoints", pytest.fail)
-    assert saved is not None and saved.step == 5
 
 
 def test_learning_rate_warms_up_and_decays_linearly() -> None:

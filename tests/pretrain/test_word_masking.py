@@ -88,13 +88,6 @@ def test_the_selected_tokens_are_those_of_the_reference(ids: Any) -> None:
     assert 0.149 < flags.sum() / ordinary(ids).sum() < 0.151
 
 
-def test_masks_do_not_depend_on_the_batch(ids: Any) -> None:
-    whole = mask(ids, WORDS)
-    for rows in (np.arange(7), np.array([200, 3, 77])):
-        part = WORDS(ids[rows], np.zeros(len(rows), int), rows)
-        assert all(np.array_equal(a[rows], b) for a, b in zip(whole, part, strict=True))
-
-
 TEXTS = {
     "english": "Hello \u201cwonderful\u201d worlds (of 1,000 people), "
     "don't they\u2014it's \u20ac5?",
@@ -215,14 +208,6 @@ def test_the_alphabet_of_bytes_is_that_of_tokenizers() -> None:
             add_prefix_space=False, use_regex=False
         ).pre_tokenize_str(character)
         assert bytes(alphabet[letter] for letter in spelled) == character.encode()
-
-
-@pytest.mark.parametrize("length", [16, 64, 512])
-def test_fifteen_percent_are_masked_in_rows_of_any_length(length: int) -> None:
-    rows = np.random.default_rng(3).integers(len(SPECIAL), V, (4096 * 16 // length, length))
-    share = selected(mask(rows, WORDS), rows.shape).mean()
-    wanted = (length * int(0.15 * 65536 + 0.5) + 32768 >> 16) / length  # whole tokens of a row
-    assert wanted - 0.004 < share <= wanted
 
 
 def test_the_words_of_wordpiece_are_read_from_the_shards(corpus: Path, manifest: Manifest) -> None:
