@@ -67,15 +67,22 @@ def options(
     """Make your own compact encoder: corpus -> packed shards -> distillation -> export."""
 
 
-COMMANDS = (
-    *(compress, prepare, verify, inspect, vectors),
-    *(pretrain, launch, recipe, report, evaluate, replay, export, demo, bench, doctor),
-)
-for command in COMMANDS:
-    # A paragraph is one line, which the terminal's width breaks.
-    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
-app.add_typer(config, name="config")
+# Each under what it is for.
+_OF = {
+    "Start here": (compress, demo),
+    "Text, into packed shards": (prepare, verify, inspect, vectors),
+    "Train: one run, the stages of a recipe, or several processes": (pretrain, recipe, launch),
+    "Watch, measure, write": (report, replay, evaluate, export),
+    "Look up": (doctor, bench),
+}
+COMMANDS = tuple(command for commands in _OF.values() for command in commands)
+for panel, commands in _OF.items():
+    for command in commands:
+        # A paragraph is one line, which the terminal's width breaks.
+        paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        app.command(help=text, rich_help_panel=panel)(command)
+app.add_typer(config, name="config", rich_help_panel="Look up")
 
 
 def main() -> None:
