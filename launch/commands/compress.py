@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 
 from launch.commands import RecordFile
@@ -64,6 +63,8 @@ def compress(
             write_only=write_only,
         )
         if record is not None and small.figures:
+            import psutil
+
             # From the start of the process: importing torch takes seconds, too.
             seconds = time.time() - psutil.Process().create_time()
             found = small.figures.items()
