@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from launch.compress import compress
+from launch.compression import compress
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import IGNORE
 from pretrain.evaluation.encoders import encode

@@ -172,7 +172,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file{hint}") from None
     except (UnicodeDecodeError, PermissionError) as error:
         raise ConfigError(f"{path}: not a readable text file ({error})") from error
-    values = _parse(f"{path}:", text)
+    values = parse(f"{path}:", text)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines")
     return values
@@ -217,7 +217,7 @@ def _shipped() -> dict[str, Path]:
     return {path.name: path for path in sorted(folder.iterdir()) if path.name[0] not in "._"}
 
 
-def _parse(where: str, text: str) -> Any:
+def parse(where: str, text: str) -> Any:
     """Parse YAML; an error message begins with `where`."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
@@ -252,7 +252,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
                 )
             key = int(part)
         if whole or depth == len(parts) - 1:
-            here[key] = _parse(f"{shown}:", text)
+            here[key] = parse(f"{shown}:", text)
             return
         if isinstance(here, dict) and here.get(key) is None:
             here[key] = {}

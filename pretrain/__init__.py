@@ -50,6 +50,6 @@ class DivergedError(NumericalError):
 
 def __getattr__(name: str) -> Any:
     """Import what `launch.api` offers when it is first used: torch takes seconds."""
-    if name in ("MaskingCollator", "compress", "distil", "encode"):
+    if name in __all__:
         return getattr(import_module("launch.api"), name)
     raise AttributeError(f"module 'pretrain' has no attribute {name!r}")

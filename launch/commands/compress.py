@@ -47,7 +47,7 @@ def compress(
     Example: distil compress sentence-transformers/all-MiniLM-L6-v2 --texts texts.txt
     """
     with end_on_signal():
-        from launch.compress import compress as make
+        from launch.compression import compress as make
 
         check_record(record)
         keep_going()

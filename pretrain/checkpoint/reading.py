@@ -217,14 +217,22 @@ def check_optimizer(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.P
     Raises:
         RunError: naming the first tensor that does not fit.
     """
-    for name, tensor in sorted(tensors.items()):
-        parameter, _, kind = name.rpartition("/")
-        shape = None
-        if parameter in parameters and kind in (STEP, *MOMENTS):
-            shape = [] if kind == STEP else list(parameters[parameter].shape)
-        if list(tensor.shape) != shape:
-            needs = "no such tensor" if shape is None else f"{shape}"
+    kinds = (STEP, *MOMENTS)
+    needed = {
+        f"{name}/{kind}": _spelled(parameter.new_empty([] if kind == STEP else parameter.shape))
+        for name, parameter in parameters.items()
+        for kind in kinds
+        if any(f"{name}/{other}" in tensors for other in kinds)
+    }
+    found = {name: _spelled(tensor) for name, tensor in tensors.items()}
+    for name in sorted(needed.keys() | found.keys()):
+        has, needs = found.get(name, "missing"), needed.get(name, "no such tensor")
+        if has != needs:
             raise RunError(
-                f"{OPTIMIZER}: {name} is {list(tensor.shape)}, this run needs {needs}; continue "
-                "from another checkpoint"
+                f"{OPTIMIZER}: {name} is {has}, this run needs {needs}; continue from another "
+                "checkpoint"
             )
+
+
+def _spelled(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support.shipped import CONFIGS
 
-from launch.compress import compress
+from launch.compression import compress
 from launch.config import find_shipped
 from pretrain import RunError
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_made_smaller_is_refused_before_anything_is_written(
 def test_columns_that_a_table_lacks_are_named(tmp_path: Path) -> None:
     file = labelled(tmp_path)
     (tmp_path / "notes.txt").write_text("A text.", encoding="utf-8")
-    with pytest.raises(RunError, match="files of several kinds: csv, txt"):
+    with pytest.raises(RunError, match="files of several kinds: csv, text"):
         compress(str(DEMO), tmp_path, output=tmp_path / "out")
     with pytest.raises(RunError, match=r"--label class: .* it has text, label"):
         compress(str(DEMO), labels=file, label="class", output=tmp_path / "out")

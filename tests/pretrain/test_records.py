@@ -65,7 +65,7 @@ def test_a_record_file_of_another_kind_is_refused_before_measuring(
     file.write_text(content)
     commands: tuple[tuple[object, ...], ...] = (
         ("bench", "--record", file),
-        ("demo", "--quick", "--record", file),
+        ("demo", "--record", file),
     )
     for command in commands:
         code, _, error = distil(*command)

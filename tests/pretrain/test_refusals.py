@@ -451,7 +451,12 @@ RESUMED = [
     (moments_in_bf16, "optimizer.safetensors", "bfloat16", ANOTHER),
     (a_moment_is_missing, NORM, "is missing", ANOTHER),
     (partial(another_moment, name=NORM, size=31), NORM, "[31]", ANOTHER),
-    (partial(another_moment, name=NOBODY, size=3), NOBODY, "belongs to no parameter", ANOTHER),
+    (
+        partial(another_moment, name=NOBODY, size=3),
+        NOBODY,
+        "this run needs no such tensor",
+        ANOTHER,
+    ),
     (a_checkpoint_of_a_later_format, "format 99", "continue with the version that wrote it"),
     (no_checkpoint_is_whole, "no checkpoint verifies", "restore one, or remove the folder"),
 ]

@@ -11,10 +11,9 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from data_prep.examples.labelled_files import read_records
 from data_prep.messages import warn
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # The measured rate, and the width of its model.
-_RATES = {"sentences": (5e-4, 384), "masked": (2e-3, 256), "labels": (1e-4, 384)}
+_RATES = {"encoder": (5e-4, 384), "masked": (2e-3, 256), "labels": (1e-4, 384)}
 _ROW = 128  # tokens of a text, or of a row
-_TABLES = ("csv", "tsv", "jsonl", "parquet")
 _FAMILIES = ("bert", "distilbert", "roberta", "xlm-roberta", "camembert", "modernbert")
 _HEAD = """\
 # {what}. Made by
@@ -61,7 +59,7 @@ runs:
     timed: true
 """
 # configs/embedding-3x384.yaml, configs/demo.yaml
-_SENTENCES = """\
+_VECTORS = """\
     student: {{architecture: same, num_layers: {layers}, dropout: 0.0, attention_dropout: 0.0}}
     objective: {{name: embedding, cosine: 1.0, similarity: 1.0}}
     optimizer: {{learning_rate: {rate:.1e}, warmup_ratio: 0.05, max_grad_norm: 1.0}}
@@ -117,12 +115,12 @@ _TUNED = """\
     optimizer: {{learning_rate: {rate:.1e}}}
 """
 _SHOWN = {
-    "sentences": ("similarity", "cosine"),
+    "encoder": ("similarity", "cosine"),
     "masked": ("accuracy", "agreement"),
     "labels": ("score", "retention"),
 }
 _NEXT = {
-    "sentences": (
+    "encoder": (
         """python -c 'import pretrain; print(pretrain.encode("{out}/model", ["A text."]))'""",
         "distil evaluate {out}/student --data PAIRS.csv    # sentence1, sentence2, score",
     ),
@@ -189,7 +187,7 @@ def compress(
         RunError, CorpusError: names what cannot be used, and the fix.
     """
     from data_prep.disk.replacing import replace_text
-    from launch.config import find_shipped, load_config
+    from launch.config import find_shipped, load_config, parse
     from launch.recipe_config import Recipe
     from launch.stages.estimate import cost_lines
     from launch.stages.stage import How
@@ -214,7 +212,7 @@ def compress(
             f"{file} is another recipe than this command writes: continue it with `distil recipe "
             f"{file}`, or give another --output"
         )
-    stages = [stage_of(entry) for entry in load_config(Recipe, yaml.safe_load(text), []).runs]
+    stages = [stage_of(entry) for entry in load_config(Recipe, parse(f"{file}:", text), []).runs]
     if not write_only and any(stage.state() != "done" for stage in stages):
         lines = check_all(stages, How(), dry_run=True)
         wanted = ("about ", "student: ", "steps: ")
@@ -247,7 +245,7 @@ def _recipe(
     label: str,
     steps: int | None,
 ) -> tuple[str, str]:
-    """Return the kind of a model, "sentences", "masked" or "labels", and its recipe."""
+    """Return the kind of a model, "encoder", "masked" or "labels", and its recipe."""
     raw = _config_of(model)
     kind = str((raw.get("architectures") or [""])[0])
     whole, width = (
@@ -280,7 +278,7 @@ def _recipe(
             f"smaller by texts{also}; distil recipe shipped:tasks-english.yaml has other tasks"
         )
     else:
-        what = "labels" if of_labels else "sentences"
+        what = "labels" if of_labels else "encoder"
         title = "labels and soft labels" if of_labels else "its vectors of texts"
     rate, measured_at = _RATES[what]
     values: dict[str, Any] = {
@@ -314,7 +312,7 @@ def _recipe(
         body = _LABELS.format(**values)
     else:
         source = json.dumps(_source(data, column)).replace('"kind"', "kind")
-        student = (_SENTENCES if what == "sentences" else _MASKED).format(**values)
+        student = (_VECTORS if what == "encoder" else _MASKED).format(**values)
         body = _TEXTS.format(**values, source=source, student=student)
     about = f"{layers} of the {whole} layers of {model}, distilled by {title}"
     return what, _HEAD.format(what=about, command=command, file=out / "recipe.yaml") + body
@@ -337,22 +335,30 @@ def _config_of(model: str) -> dict[str, Any]:
 
 def _source(data: Path, column: str | None) -> dict[str, Any]:
     """Return the source of a corpus for texts, by the name of the file or of those in a folder."""
+    from data_prep.sources import Csv, Jsonl, Parquet, Text, Tsv
+
     if not data.exists():
         raise RunError(f"--texts {data}: no such file or folder")
     files = [data] if data.is_file() else sorted(p for p in data.rglob("*") if p.is_file())
-    kinds = {kind for file in files for kind in (*_TABLES, "txt") if f".{kind}" in file.suffixes}
-    if len(kinds) != 1:
-        found = f"files of several kinds: {', '.join(sorted(kinds))}" if kinds else "no such file"
+    kinds = {
+        source
+        for source in (Text, Csv, Tsv, Jsonl, Parquet)
+        for file in files
+        if any(fnmatch(file.name.lower(), pattern) for pattern in source.patterns)
+    }
+    names = sorted(str(source.model_fields["kind"].default) for source in kinds)
+    if len(names) != 1:
+        found = f"files of several kinds: {', '.join(names)}" if names else "no such file"
         raise RunError(
             f"--texts {data}: holds {found}; give a .txt, CSV, TSV, JSONL or Parquet file, or a "
             "folder of such files"
         )
-    (kind,) = kinds
-    if kind == "txt":
+    if kinds == {Text}:
         if column is not None:
             raise RunError(f"--column {column}: {data} has no columns; leave it out")
-        return {"kind": "text", "path": str(data), "document": "line" if data.is_file() else "file"}
-    return {"kind": kind, "path": str(data), "text_field": column or "text"}
+        document = "line" if data.is_file() else "file"
+        return {"kind": names[0], "path": str(data), "document": document}
+    return {"kind": names[0], "path": str(data), "text_field": column or "text"}
 
 
 def _check_columns(file: Path, text: str, label: str) -> None:
@@ -399,7 +405,7 @@ def _show(small: Small, what: str, model: str, out: Path) -> None:
             cells.append([shown, *sizes, *(str(figures.get(column, "")) for column in columns)])
     show("")
     print_table(["", "MB", "ms a text", *columns], cells)
-    loads = "sentence-transformers" if what == "sentences" else "transformers"
+    loads = "sentence-transformers" if what == "encoder" else "transformers"
     show(f"{small.folder}: for {loads}; onnx/model_quantized.onnx runs without torch", "next:")
     show(*(f"  {line.format(out=out, model=model)}" for line in _NEXT[what]))
     show(f"  distil export {out}/student DIR --push OWNER/NAME    # to the Hub")
