@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_prep.examples.labelled_files import read_records
 from data_prep.messages import warn
@@ -26,40 +28,42 @@ if TYPE_CHECKING:
 
 # The measured rate, and the width of its model.
 _RATES = {"encoder": (5e-4, 384), "masked": (2e-3, 256), "labels": (1e-4, 384)}
-_ROW = 128  # tokens of a text, or of a row
+_LONGEST = {"encoder": 512, "masked": 128, "labels": 128}  # tokens of a row, or of an example
+_FEWEST = {"encoder": 100, "masked": 2, "labels": 50}  # texts: some are held out, and measured on
 _FAMILIES = ("bert", "distilbert", "roberta", "xlm-roberta", "camembert", "modernbert")
 _HEAD = """\
 # {what}. Made by
 #
 #     {command}
 #
-# which continues after an interruption. After a change here continue with `distil recipe {file}`.
+# which continues after an interruption. After a change here: {again}
 """
 _TEXTS = """\
 runs:
   - stage: prepare
-    output: {out}/shards
+    output: {shards}
     tokenizer: {model}
     row_length: {length}
     sources:
       - {source}
     deduplicate: {{documents: exact}}
     validation: 0.05
-  - output: {out}/student
-    shards: {out}/shards
+  - output: {run}
+    shards: {shards}
     teacher: {model}
 {student}
     checkpoint: {{every: 200, keep: 1}}
     logging: {{every: 25}}
-  - {{stage: export, output: {out}/model, run: {out}/student, int8: true, max_drop: 0.05}}
+  - {{stage: export, output: {made}, run: {run}, int8: true, max_drop: 0.05}}
   - stage: evaluate
-    output: {out}/scores
-    models: [{out}/student, {out}/model/onnx/model_quantized.onnx]
-    data: {out}/shards
+    output: {scores}
+    models: [{run}, {int8}]
+    data: {shards}
     timed: true
 """
 # configs/embedding-3x384.yaml, configs/demo.yaml
 _VECTORS = """\
+    # Its vector is the mean over its tokens, whatever the teacher's is.
     student: {{architecture: same, num_layers: {layers}, dropout: 0.0, attention_dropout: 0.0}}
     objective: {{name: embedding, cosine: 1.0, similarity: 1.0}}
     optimizer: {{learning_rate: {rate:.1e}, warmup_ratio: 0.05, max_grad_norm: 1.0}}
@@ -75,7 +79,7 @@ _MASKED = """\
 # configs/tasks-english.yaml. `alone` is the control: the same layers learn from the labels only.
 _LABELS = """\
 defaults:
-  shards: {out}/shards
+  shards: {shards}
   task: {{name: classification}}
   optimizer:
     {{learning_rate: {rate:.1e}, warmup_ratio: 0.1, max_grad_norm: 1.0, weight_decay: 0.01}}
@@ -85,35 +89,36 @@ defaults:
   logging: {{every: 25}}
 runs:
   - stage: examples
-    output: {out}/shards
+    output: {shards}
     task: {{name: classification, text: {text}, label: {label}{labels}}}
     train: {data}
     validation: 0.1
     tokenizer: {model}
     max_length: {length}
     longer: cut
-{tuned}  - output: {out}/student
+{tuned}  - output: {run}
     teacher: {teacher}
     student: {{architecture: same, num_layers: {layers}}}
     objective: {{name: kd, temperature: 2.0, soft: 0.5, hard: 0.5}}
-  - output: {out}/alone
+  - output: {alone}
     teacher: {model}
     student: {{architecture: same, num_layers: {layers}}}
     objective: {{name: kd, soft: 0.0, hard: 1.0}}
-  - {{stage: export, output: {out}/model, run: {out}/student, int8: true, max_drop: 0.05}}
+  - {{stage: export, output: {made}, run: {run}, int8: true, max_drop: 0.05}}
   - stage: evaluate
-    output: {out}/scores
-    models: [{out}/student, {out}/alone, {out}/model/onnx/model_quantized.onnx]
+    output: {scores}
+    models: [{run}, {alone}, {int8}]
     teacher: {teacher}
-    data: {out}/shards
+    data: {shards}
     timed: true
 """
 _TUNED = """\
-  - output: {out}/teacher
+  - output: {tuned_run}
     objective: {{name: finetune}}
     model: {{init: {model}}}
     optimizer: {{learning_rate: {rate:.1e}}}
 """
+_MEASURED = ("M parameters", "MB", "ms")
 _SHOWN = {
     "encoder": ("similarity", "cosine"),
     "masked": ("accuracy", "agreement"),
@@ -121,7 +126,8 @@ _SHOWN = {
 }
 _NEXT = {
     "encoder": (
-        """python -c 'import pretrain; print(pretrain.encode("{out}/model", ["A text."]))'""",
+        "python -c 'import sys, pretrain; print(pretrain.encode(sys.argv[1], [\"A text.\"]))' "
+        "{out}/model",
         "distil evaluate {out}/student --data PAIRS.csv    # sentence1, sentence2, score",
     ),
     "masked": (
@@ -155,16 +161,17 @@ class Small:
 
 
 def compress(
-    model: str,
+    model: Path | str,
     texts: Path | str | Sequence[str] | None = None,
     *,
     labels: Path | str | None = None,
     layers: int | None = None,
     output: Path | str = "small",
-    column: str | None = None,
+    column: str = "text",
     label: str = "label",
     steps: int | None = None,
     write_only: bool = False,
+    workers: int | None = 1,
 ) -> Small:
     """Make a model smaller: some of its layers, which learn what the whole of it does.
 
@@ -173,15 +180,18 @@ def compress(
 
     Args:
         model: a folder or a hub's name.
-        texts: a list of texts, a .txt file with a text in each line, a table (CSV, TSV, JSONL,
-            Parquet) or a folder of such files, where each .txt is one text.
+        texts: a list of texts; a .txt file with a text in each line; a table (CSV, TSV, JSONL,
+            Parquet); or a folder of such files, where each .txt is a text, and for an encoder each
+            of its paragraphs. Of an encoder those above 512 tokens are left out.
         labels: a table with a column of texts and one of labels.
         layers: of the student; by default half of them.
         output: folder of recipe.yaml, and of all that it makes.
-        column: of the texts in a table; by default `text`.
+        column: of the texts in a table.
         label: column of the labels.
         steps: of training; by default those of one pass over the texts, or three over labels.
         write_only: stop after the recipe.
+        workers: processes that read the texts; None: one for each core. A script that is to have
+            several needs `if __name__ == "__main__":`.
 
     Raises:
         RunError, CorpusError: names what cannot be used, and the fix.
@@ -193,134 +203,70 @@ def compress(
     from launch.stages.stage import How
     from launch.stages.table import check_all, cost_of, make_all, stage_of
 
-    out = Path(output)
+    out, file = Path(output), Path(output, "recipe.yaml")
     if (texts is None) == (labels is None):
         raise RunError("compress: give texts or labels: --texts PATH or --labels FILE")
-    if (
-        out.exists()
-        and not (out / "recipe.yaml").exists()
-        and (not out.is_dir() or [*out.iterdir()])
-    ):
+    begun = not out.exists() or (out.is_dir() and (file.exists() or not any(out.iterdir())))
+    if not begun:
         raise RunError(f"{out}: distil compress has not written this; give another --output")
     if not isinstance(texts, Path | str | None):
         texts = _written(texts, out / "texts.jsonl")
-    model = str(find_shipped(Path(model))) if model.startswith("shipped:") else model
-    what, text = _recipe(model, texts, labels, layers, out, column, label, steps)
-    file = out / "recipe.yaml"
+    model = str(find_shipped(Path(model))) if str(model).startswith("shipped:") else str(model)
+    facts = _facts(model, labels is not None)
+    chosen = max(1, facts.layers // 2) if layers is None else layers
+    if not 1 <= chosen <= facts.layers:
+        raise RunError(f"--layers {chosen}: {model} has {facts.layers}: give 1 to {facts.layers}")
+    data = Path(labels if labels is not None else str(texts))
+    text = _recipe(model, facts, data, chosen, out, column, label, steps)
     if file.exists() and file.read_text(encoding="utf-8") != text:
         raise RunError(
-            f"{file} is another recipe than this command writes: continue it with `distil recipe "
-            f"{file}`, or give another --output"
+            f"{file} is another recipe than this command writes: continue it with "
+            f"{_again(file)}, or give another --output"
         )
-    stages = [stage_of(entry) for entry in load_config(Recipe, parse(f"{file}:", text), []).runs]
+    values = parse(f"{file}:", text)
+    if workers is not None and labels is None:
+        values["runs"][0]["workers"] = workers  # changes no byte
+    stages = [stage_of(entry) for entry in load_config(Recipe, values, []).runs]
     if not write_only and any(stage.state() != "done" for stage in stages):
+        if labels is None:
+            _refuse_few(data, stages[0].config.sources[0], _FEWEST[facts.kind])
         lines = check_all(stages, How(), dry_run=True)
         wanted = ("about ", "student: ", "steps: ")
         show(*(line for about in lines for line in about if line.startswith(wanted)))
-        show(*cost_lines([cost_of(stage) for stage in stages], None))
+        costs = cost_lines([cost_of(stage) for stage in stages], None)
+        show(*(f"{line} (the training alone)" for line in costs))
     if not file.exists():  # now that it can be made
         out.mkdir(parents=True, exist_ok=True)
         replace_text(file, text)
-    show(f"recipe: {file}; after a change: distil recipe {file}")
+    show(f"recipe: {file}; after a change: {_again(file)}")
     if write_only:
         return Small(out / "model", {})
     lines = check_all(stages, How(), dry_run=False)
     if code := make_all(stages, How(), lines, dry_run=False):
         raise SystemExit(code)
-    figures = json.loads((out / "scores" / "figures.json").read_bytes())["figures"]
-    small = Small(
-        out / "model", {m: {k: Figure(**v) for k, v in f.items()} for m, f in figures.items()}
-    )
-    _show(small, what, model, out)
-    return small
+    found = json.loads((out / "scores" / "figures.json").read_bytes())["figures"]
+    table = {name: {k: Figure(**v) for k, v in of.items()} for name, of in found.items()}
+    _show(table, facts.kind, model, out)
+    return Small(out / "model", table)
 
 
-def _recipe(
-    model: str,
-    texts: Path | str | None,
-    labels: Path | str | None,
-    layers: int | None,
-    out: Path,
-    column: str | None,
-    label: str,
-    steps: int | None,
-) -> tuple[str, str]:
-    """Return the kind of a model, "encoder", "masked" or "labels", and its recipe."""
-    raw = _config_of(model)
-    kind = str((raw.get("architectures") or [""])[0])
-    whole, width = (
-        raw.get("num_hidden_layers", raw.get("n_layers")),
-        raw.get("hidden_size", raw.get("dim")),
-    )
-    if (
-        not isinstance(whole, int)
-        or not isinstance(width, int)
-        or raw.get("model_type") not in _FAMILIES
-    ):
-        raise RunError(
-            f"{model}: is a {raw.get('model_type', 'model of no known kind')}, whose layers this "
-            "command cannot take. Let it write vectors or labels of your texts, and distil those: "
-            "`distil recipe shipped:own-task.yaml`, docs/papers/sentence-embeddings.md"
-        )
-    layers = layers or max(1, whole // 2)
-    if not 1 <= layers <= whole:
-        raise RunError(f"--layers {layers}: {model} has {whole}")
-    length = min(_ROW, *(n for n in (raw.get("max_position_embeddings"),) if isinstance(n, int)))
-    of_labels = labels is not None
-    if kind.endswith("ForMaskedLM") and not of_labels:
-        what, title = "masked", "the triple loss on texts"
-    elif not kind.endswith(("ForMaskedLM", "Model")) and not (
-        of_labels and kind.endswith("ForSequenceClassification")
-    ):
-        also = "; give --labels" if kind.endswith("ForSequenceClassification") else ""
-        raise RunError(
-            f"{model}: is a {kind or 'model of no known kind'}, which this command does not make "
-            f"smaller by texts{also}; distil recipe shipped:tasks-english.yaml has other tasks"
-        )
-    else:
-        what = "labels" if of_labels else "encoder"
-        title = "labels and soft labels" if of_labels else "its vectors of texts"
-    rate, measured_at = _RATES[what]
-    values: dict[str, Any] = {
-        "out": json.dumps(str(out))[1:-1],
-        "model": json.dumps(model),
-        "layers": layers,
-        "length": length,
-        "steps": f"max_steps: {steps}" if steps else f"epochs: {3 if of_labels else 1}",
-        "rate": rate * measured_at / width,
-    }
-    data = Path(labels if labels is not None else str(texts))
-    options = {"labels" if of_labels else "texts": data, "layers": layers, "output": out}
-    options |= {"column": column, "label": label if label != "label" else None, "steps": steps}
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    command = shlex.join(["distil", "compress", model, *words])
-    if of_labels:
-        column = column or "text"
-        _check_columns(data, column, label)
-        head = kind.endswith("ForSequenceClassification")
-        names = raw.get("id2label") if head else None
-        listed = [names[str(i)] for i in range(len(names))] if isinstance(names, dict) else []
-        tuned = _TUNED.format(**values | {"rate": values["rate"] / 2})
-        values |= {
-            "data": json.dumps(str(data)),
-            "text": json.dumps(column),
-            "label": json.dumps(label),
-            "labels": f", labels: {json.dumps(listed)}" if listed else "",
-            "teacher": values["model"] if head else f"{values['out']}/teacher",
-            "tuned": "" if head else tuned,
-        }
-        body = _LABELS.format(**values)
-    else:
-        source = json.dumps(_source(data, column)).replace('"kind"', "kind")
-        student = (_VECTORS if what == "encoder" else _MASKED).format(**values)
-        body = _TEXTS.format(**values, source=source, student=student)
-    about = f"{layers} of the {whole} layers of {model}, distilled by {title}"
-    return what, _HEAD.format(what=about, command=command, file=out / "recipe.yaml") + body
+def _again(file: Path) -> str:
+    return shlex.join(["distil", "recipe", str(file)])
 
 
-def _config_of(model: str) -> dict[str, Any]:
-    """Return the config.json of a model; of a hub's nothing else is downloaded."""
-    from pretrain.model.config_file import read_config
+class Facts(NamedTuple):
+    """Hold what a model's config.json says."""
+
+    kind: str  # of what is made of it: "encoder", "masked" or "labels"
+    layers: int
+    width: int
+    positions: int
+    labels: tuple[str, ...] | None  # of a classifier
+
+
+def _facts(model: str, of_labels: bool) -> Facts:
+    """Read a model's config.json, of a hub nothing else; RunError if it cannot be made smaller."""
+    from pretrain.model.config_file import read_config, read_json
     from pretrain.model.hub import config_file, not_there
     from pretrain.run_folder import is_run
 
@@ -328,12 +274,103 @@ def _config_of(model: str) -> dict[str, Any]:
     if is_run(folder):
         raise RunError(f"{model}: is a run; give its export: distil export {model} DIR")
     try:
-        return read_config(model, folder if folder.is_dir() else config_file(model).parent)
+        raw = read_config(model, folder if folder.is_dir() else config_file(model).parent)
     except OSError as error:
         raise not_there(model, error) from None
+    family, name = raw.get("model_type"), str((raw.get("architectures") or [""])[0])
+    layers, width = (
+        raw.get(key, raw.get(other))
+        for key, other in (("num_hidden_layers", "n_layers"), ("hidden_size", "dim"))
+    )
+    if family not in _FAMILIES or not isinstance(layers, int) or not isinstance(width, int):
+        raise RunError(
+            f"{model}: model_type {family}: this command takes layers of {', '.join(_FAMILIES)}. "
+            "Let it write vectors (docs/papers/sentence-embeddings.md) or probabilities of your "
+            "texts, and distil those: shipped:own-task.yaml"
+        )
+    classifier = name.endswith("ForSequenceClassification")
+    masked = name.endswith(("ForMaskedLM", "ForPreTraining"))
+    names = raw.get("id2label") or {str(i): f"LABEL_{i}" for i in range(raw.get("num_labels", 2))}
+    several = raw.get("problem_type") in ("multi_label_classification", "regression")
+    fits = masked or name.endswith("Model") or (classifier and of_labels)
+    if not fits or (classifier and (several or len(names) < 2)):
+        also = "give --labels; " if classifier and not several else ""
+        raise RunError(
+            f"{model}: is a {name or 'model of no known kind'}, which this command does not make "
+            f"smaller; {also}distil recipe shipped:tasks-english.yaml has other tasks"
+        )
+    positions = int(raw.get("max_position_embeddings", 512))
+    if not masked and not of_labels:  # a folder of sentence-transformers may read less
+        with suppress(OSError, RunError):
+            settings = "sentence_bert_config.json"
+            file = folder / settings if folder.is_dir() else config_file(model, settings)
+            positions = min(positions, int(read_json(model, file).get("max_seq_length", positions)))
+    positions -= 2 * (family in ("roberta", "xlm-roberta", "camembert"))  # begin behind padding's
+    kind = "labels" if of_labels else "masked" if masked else "encoder"
+    listed = tuple(str(names[str(i)]) for i in range(len(names))) if classifier else None
+    return Facts(kind, layers, width, positions, listed)
 
 
-def _source(data: Path, column: str | None) -> dict[str, Any]:
+def _recipe(
+    model: str,
+    facts: Facts,
+    data: Path,
+    layers: int,
+    out: Path,
+    column: str,
+    label: str,
+    steps: int | None,
+) -> str:
+    """Return the text of the recipe. Its strings are quoted as JSON, which YAML reads."""
+    of_labels = facts.kind == "labels"
+    rate, measured_at = _RATES[facts.kind]
+    places = {"shards": "shards", "run": "student", "alone": "alone", "made": "model"}
+    places |= {"tuned_run": "teacher", "scores": "scores"}
+    places |= {"int8": "model/onnx/model_quantized.onnx"}
+    values: dict[str, Any] = {name: _quoted(str(out / place)) for name, place in places.items()}
+    values |= {
+        "model": _quoted(model),
+        "layers": layers,
+        "length": min(_LONGEST[facts.kind], facts.positions),
+        "steps": f"max_steps: {steps}" if steps else f"epochs: {3 if of_labels else 1}",
+        "rate": rate * measured_at / facts.width,
+    }
+    options = {"labels" if of_labels else "texts": data, "layers": layers, "output": out}
+    options |= {"column": column} if column != "text" else {}
+    options |= {"label": label} if label != "label" else {}
+    options |= {"steps": steps} if steps else {}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    if of_labels:
+        _check_table(data, column, label, facts.labels)
+        tuned = _TUNED.format(**values | {"rate": values["rate"] / 2})
+        values |= {
+            "data": _quoted(str(data)),
+            "text": _quoted(column),
+            "label": _quoted(label),
+            "labels": f", labels: {_quoted(facts.labels)}" if facts.labels else "",
+            "teacher": values["model"] if facts.labels else values["tuned_run"],
+            "tuned": "" if facts.labels else tuned,
+        }
+        what, body = "labels and soft labels", _LABELS.format(**values)
+    else:
+        source = _quoted(_source(data, column, facts.kind))
+        encoder = facts.kind == "encoder"
+        what = "its vectors of texts" if encoder else "the triple loss on texts"
+        student = (_VECTORS if encoder else _MASKED).format(**values)
+        body = _TEXTS.format(**values, source=source, student=student)
+    head = _HEAD.format(
+        what=f"{layers} of the {facts.layers} layers of {model}, distilled by {what}",
+        command=shlex.join(["distil", "compress", model, *words]),
+        again=_again(out / "recipe.yaml"),
+    )
+    return head + body
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _source(data: Path, column: str, kind: str) -> dict[str, Any]:
     """Return the source of a corpus for texts, by the name of the file or of those in a folder."""
     from data_prep.sources import Csv, Jsonl, Parquet, Text, Tsv
 
@@ -348,28 +385,47 @@ def _source(data: Path, column: str | None) -> dict[str, Any]:
     }
     names = sorted(str(source.model_fields["kind"].default) for source in kinds)
     if len(names) != 1:
-        found = f"files of several kinds: {', '.join(names)}" if names else "no such file"
+        found = f"files of several kinds: {', '.join(names)}" if names else "no file of that kind"
         raise RunError(
             f"--texts {data}: holds {found}; give a .txt, CSV, TSV, JSONL or Parquet file, or a "
             "folder of such files"
         )
-    if kinds == {Text}:
-        if column is not None:
-            raise RunError(f"--column {column}: {data} has no columns; leave it out")
-        document = "line" if data.is_file() else "file"
-        return {"kind": names[0], "path": str(data), "document": document}
-    return {"kind": names[0], "path": str(data), "text_field": column or "text"}
+    if kinds != {Text}:
+        return {"kind": names[0], "path": str(data), "text_field": column}
+    if column != "text":
+        raise RunError(f"--column {column}: {data} has no columns; leave it out")
+    # An encoder reads passages; rows of a masked model hold pieces of whole files.
+    document = "line" if data.is_file() else {"encoder": "paragraph"}.get(kind, "file")
+    return {"kind": names[0], "path": str(data), "document": document}
 
 
-def _check_columns(file: Path, text: str, label: str) -> None:
-    """Refuse a table of labels without the columns that are named."""
+def _refuse_few(data: Path, source: Any, fewest: int) -> None:
+    """Refuse texts of which too few would be held out to measure on."""
+    found = (document for piece in source.inputs(1 << 24) for document in source.documents(piece))
+    num = sum(1 for _ in islice(found, fewest))
+    if num < fewest:
+        raise RunError(f"--texts {data}: {num} texts; give at least {fewest}: a part is held out")
+
+
+def _check_table(file: Path, text: str, label: str, classes: Sequence[str] | None) -> None:
+    """Refuse a table without the columns, with few rows, or with labels that no class has."""
     if not file.exists():
         raise RunError(f"--labels {file}: no such file")
-    first = next(iter(read_records(file, True, warn)), {})
+    rows = list(read_records(file, True, warn))
+    if len(rows) < _FEWEST["labels"]:
+        raise RunError(f"--labels {file}: {len(rows)} rows; give at least {_FEWEST['labels']}")
     for option, name in (("--column", text), ("--label", label)):
-        if name not in first:
-            known = ", ".join(map(str, first)) if isinstance(first, Mapping) else "none"
+        if name not in rows[0]:
+            known = ", ".join(map(str, rows[0]))
             raise RunError(f"{option} {name}: {file} has no such column; it has {known}")
+    names = {str(row[label]) for row in rows if row.get(label) not in (None, "")}
+    places = {str(i) for i in range(len(classes or ()))}
+    if classes is not None and not (names <= set(classes) or names <= places):
+        raise RunError(
+            f"--labels {file}: its labels are {', '.join(sorted(names)[:9])}, and the classes of "
+            f"the model {', '.join(classes[:9])}: name them in its config.json, in id2label and "
+            "label2id, or give their numbers"
+        )
 
 
 def _written(texts: Sequence[str], file: Path) -> Path:
@@ -385,7 +441,7 @@ def _written(texts: Sequence[str], file: Path) -> Path:
     return file
 
 
-def _show(small: Small, what: str, model: str, out: Path) -> None:
+def _show(table: Mapping[str, Mapping[str, Figure]], what: str, model: str, out: Path) -> None:
     """Print the table of scores, and what to do next."""
     columns = _SHOWN[what]
     tuned = out / "teacher"
@@ -399,13 +455,21 @@ def _show(small: Small, what: str, model: str, out: Path) -> None:
     }
     cells = []
     for name, shown in rows.items():
-        figures = small.figures.get(name) or small.figures.get(Path(name).name)
+        figures = table.get(name) or table.get(Path(name).name)
         if figures is not None:
-            sizes = [f"{figures[key].value:,.1f}" if key in figures else "" for key in ("MB", "ms")]
+            sizes = [
+                f"{figures[key].value:,.1f}" if key in figures else ""
+                for key in ("M parameters", "MB", "ms")
+            ]
             cells.append([shown, *sizes, *(str(figures.get(column, "")) for column in columns)])
     show("")
-    print_table(["", "MB", "ms a text", *columns], cells)
+    print_table(["", *_MEASURED, *columns], cells)
     loads = "sentence-transformers" if what == "encoder" else "transformers"
-    show(f"{small.folder}: for {loads}; onnx/model_quantized.onnx runs without torch", "next:")
-    show(*(f"  {line.format(out=out, model=model)}" for line in _NEXT[what]))
-    show(f"  distil export {out}/student DIR --push OWNER/NAME    # to the Hub")
+    show(f"{out / 'model'}: for {loads}; onnx/model_quantized.onnx runs without torch", "next:")
+    show(
+        *(
+            f"  {line.format(out=shlex.quote(str(out)), model=shlex.quote(model))}"
+            for line in _NEXT[what]
+        )
+    )
+    show(f"  distil export {shlex.quote(str(out))}/student DIR --push OWNER/NAME    # to the Hub")

@@ -25,9 +25,7 @@ def compress(
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Of the student; by default half.")] = None,
     output: Annotated[Path, typer.Option(help="Folder of all that is made.")] = Path("small"),
-    column: Annotated[
-        str | None, typer.Option(help="Of the texts in a table.", show_default="text")
-    ] = None,
+    column: Annotated[str, typer.Option(help="Of the texts in a table.")] = "text",
     label: Annotated[str, typer.Option(help="Column of the labels.")] = "label",
     steps: Annotated[
         int | None, typer.Option(help="Of training, instead of one pass over the texts.", min=1)
@@ -61,6 +59,7 @@ def compress(
             label=label,
             steps=steps,
             write_only=write_only,
+            workers=None,
         )
         if record is not None and small.figures:
             import psutil

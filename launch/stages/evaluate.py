@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from pretrain.monitor.figures import Figure
 
 
+_SIZES = {"M parameters": "M parameters", "MB": "MB", "ms": "p50 ms"}
 TIMED = {
+    "M parameters": "millions of weights, without the head of a task",
     "MB": "of the file of weights",
     "ms": "median time of one text of 16 tokens on one core, without the head of a task",
 }
@@ -113,7 +115,7 @@ def with_times(
 
     measured = compare_speed(models, show, batches=False)
     added = {
-        name: {"MB": Figure(round(one["MB"], 2)), "ms": Figure(round(one["p50 ms"], 2))}
+        name: {key: Figure(round(one[of], 2)) for key, of in _SIZES.items() if of in one}
         for name, one in measured.items()
     }
     return {name: {**figures, **added.get(name, {})} for name, figures in found.items()}

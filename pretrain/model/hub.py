@@ -8,8 +8,8 @@ from data_prep.messages import first_line
 from pretrain import RunError
 
 
-def config_file(name: str) -> Path:
-    """Return the config.json of a hub's `name` or `name@revision`; nothing else is downloaded.
+def config_file(name: str, file: str = "config.json") -> Path:
+    """Return a file of a hub's `name` or `name@revision`; nothing else is downloaded.
 
     Raises:
         OSError: the hub does not answer, or has no such name.
@@ -18,7 +18,7 @@ def config_file(name: str) -> Path:
 
     source, _, revision = name.partition("@")
     try:
-        return Path(hf_hub_download(source, "config.json", revision=revision or None))
+        return Path(hf_hub_download(source, file, revision=revision or None))
     except ValueError as error:  # a name that no hub has
         raise OSError(str(error)) from error
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import yaml
 from support.shipped import CONFIGS
 
 from launch.compression import compress
-from launch.config import find_shipped
+from launch.config import find_shipped, load_config
+from launch.recipe_config import Recipe
 from pretrain import RunError
 
 DEMO = find_shipped(Path("shipped:demo-teacher"))
@@ -93,11 +96,11 @@ def test_the_settings_are_those_of_records(tmp_path: Path) -> None:
         ({}, {"texts": "nowhere.txt"}, "--texts nowhere.txt: no such file"),
         ({}, {"labels": "nowhere.csv"}, "--labels nowhere.csv: no such file"),
         ({}, {"texts": [TEXT]}, "texts: must be a path, or a list of strings"),
-        ({}, {"texts": DEMO / "model.safetensors"}, "holds no such file; give a .txt"),
+        ({}, {"texts": DEMO / "model.safetensors"}, "holds no file of that kind; give a .txt"),
         ({}, {"texts": TEXT, "column": "body"}, "--column body: .* has no columns"),
         ({}, {"texts": TEXT, "layers": 5}, "--layers 5: .* has 4"),
-        ({}, {"texts": TEXT, "layers": -1}, "--layers -1: .* has 4"),
-        ({"model_type": "gpt2"}, {"texts": TEXT}, "is a gpt2, .* shipped:own-task.yaml"),
+        ({}, {"texts": TEXT, "layers": 0}, "--layers 0: .* has 4: give 1 to 4"),
+        ({"model_type": "gpt2"}, {"texts": TEXT}, "model_type gpt2: .* shipped:own-task.yaml"),
         (
             {"architectures": ["BertForSequenceClassification"]},
             {"texts": TEXT},
@@ -108,6 +111,15 @@ def test_the_settings_are_those_of_records(tmp_path: Path) -> None:
             {"texts": TEXT},
             "shipped:tasks-english.yaml",
         ),
+        (
+            {
+                "architectures": ["BertForSequenceClassification"],
+                "problem_type": "multi_label_classification",
+            },
+            {"labels": TEXT},
+            "this command does not make smaller",
+        ),
+        ({"architectures": ["BertModel"]}, {"texts": ["a text"] * 99}, "99 texts; .* at least 100"),
     ],
 )
 def test_what_cannot_be_made_smaller_is_refused_before_anything_is_written(
@@ -116,7 +128,62 @@ def test_what_cannot_be_made_smaller_is_refused_before_anything_is_written(
     model = folder_of(tmp_path, **changes)
     with pytest.raises(RunError, match=message):
         compress(str(model), **options, output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "recipe.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("classes", "kept"),
+    [(None, False), ({"0": "list", "1": "string"}, True), ({"0": "yes", "1": "no"}, False)],
+)
+def test_labels_are_those_of_the_classifier(
+    tmp_path: Path, classes: dict[str, str] | None, kept: bool
+) -> None:
+    changes = {} if classes is None else {"id2label": classes}
+    model = folder_of(tmp_path, architectures=["BertForSequenceClassification"], **changes)
+    file = labelled(tmp_path)
+    if kept:
+        assert recipe(tmp_path, model, labels=file)["runs"][0]["task"]["labels"] == [
+            *(classes or {}).values()
+        ]
+        return
+    with pytest.raises(RunError, match="its labels are list, string, and the classes of the model"):
+        compress(str(model), labels=file, output=tmp_path / "out")
+    numbers = file.read_text().replace(",list", ",0").replace(",string", ",1")
+    file.write_text(numbers, encoding="utf-8")  # as transformers' own examples have them
+    assert len(recipe(tmp_path, model, labels=file)["runs"][0]["task"]["labels"]) == 2
+
+
+@pytest.mark.parametrize("name", ["a: b #1", "ü 😀", 'qu"ote', "{x}, [y]", "it's"])
+def test_any_folder_may_be_named(tmp_path: Path, name: str) -> None:
+    out = tmp_path / name
+    texts = tmp_path / f"{name}.txt"
+    texts.write_text("A text.\n" * 200, encoding="utf-8")
+    compress(str(DEMO), texts, output=out, write_only=True)
+    runs = load_config(Recipe, out / "recipe.yaml", []).runs
+    assert [entry.output for entry in runs] == [
+        out / each for each in ("shards", "student", "model", "scores")
+    ]
+    assert runs[0].sources[0].path == str(texts) and runs[2].run == out / "student"
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({"max_position_embeddings": 4096}, 512),
+        ({"max_position_embeddings": 40}, 40),
+        ({"max_position_embeddings": 66, "model_type": "roberta"}, 64),
+        ({"max_position_embeddings": 512, "max_seq_length": 256}, 256),
+    ],
+)
+def test_texts_are_as_long_as_the_encoder_reads(
+    tmp_path: Path, changes: dict[str, Any], length: int
+) -> None:
+    longest = changes.pop("max_seq_length", None)
+    model = folder_of(tmp_path, architectures=["BertModel"], **changes)
+    if longest is not None:
+        settings = json.dumps({"max_seq_length": longest})
+        (model / "sentence_bert_config.json").write_text(settings, encoding="utf-8")
+    assert recipe(tmp_path, model, texts=TEXT)["runs"][0]["row_length"] == length
 
 
 def test_columns_that_a_table_lacks_are_named(tmp_path: Path) -> None:
@@ -171,14 +238,26 @@ def test_a_masked_model_becomes_smaller_once(tmp_path: Path, distil: Any) -> Non
 
 
 @pytest.mark.slow
-def test_an_encoder_becomes_smaller_and_answers_in_python(tmp_path: Path) -> None:
+def test_an_encoder_becomes_smaller_and_answers_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoModel, AutoTokenizer
 
+    monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     AutoModel.from_pretrained(DEMO).float().save_pretrained(model)
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(model)
     texts = [f"The {i}th text\nhas two lines, and speaks of arrays." for i in range(300)]
-    small = compress(str(model), texts, layers=1, steps=30, output=tmp_path / "out")
+    # A script, without the lines that several processes need.
+    (tmp_path / "script.py").write_text(
+        "import json, sys\nfrom pretrain import compress\n"
+        "texts = json.loads(sys.argv[1])\n"
+        "compress('model', texts, layers=1, steps=30, output='out')\n"
+    )
+    subprocess.run(
+        [sys.executable, "script.py", json.dumps(texts)], check=True, cwd=tmp_path, timeout=600
+    )
+    small = compress("model", texts, layers=1, steps=30, output="out")
     named = small.figures
     cosines = [named[name]["cosine"].value for name in ("the same layers, untrained", "student")]
     assert cosines[0] < cosines[1] < 1

@@ -278,7 +278,8 @@ def compare(graph: Graph, session: Session, folder: Path, texts: Sequence[str]) 
     precision = session.metadata.get("precision", "")
     limit = LIMITS.get(precision, np.inf)
     worst, answers = 0.0, list[Any]()
-    for size, length in ((1, 1), (8, 1), (1, 17), (8, 17), (8, min(longest, 512)), (1, longest)):
+    few = min(17, longest)
+    for size, length in ((1, 1), (8, 1), (1, few), (8, few), (8, min(longest, 512)), (1, longest)):
         rows = []
         for i in range(size):
             num = max(1, length - i * length // 8)
