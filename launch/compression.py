@@ -206,8 +206,8 @@ def compress(
     out, file = Path(output), Path(output, "recipe.yaml")
     if (texts is None) == (labels is None):
         raise RunError("compress: give texts or labels: --texts PATH or --labels FILE")
-    begun = not out.exists() or (out.is_dir() and (file.exists() or not any(out.iterdir())))
-    if not begun:
+    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
+    if out.exists() and not ("recipe.yaml" in names or names <= {"texts.jsonl"}):
         raise RunError(f"{out}: distil compress has not written this; give another --output")
     if not isinstance(texts, Path | str | None):
         texts = _written(texts, out / "texts.jsonl")
