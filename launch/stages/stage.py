@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from data_prep import CorpusError
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256
-from data_prep.disk.made import aside, difference, foreign, seal
+from data_prep.disk.made import CARD, aside, difference, foreign, seal
 from data_prep.keys import Keys
 from launch.commands import quiet
 from launch.console import show
@@ -200,7 +200,7 @@ def version_of(name: str) -> str | None:
 
 
 def digest(name: str) -> str | None:
-    """Return a hash of a model's files; None for a hub's name."""
+    """Return a hash of a model's files but its card; None for a hub's name."""
     folder = Path(name)
     if (file := onnx_file(folder)) is not None:
         folder = model_folder(file)
@@ -208,5 +208,5 @@ def digest(name: str) -> str | None:
         return None
     if (sealed := sealed_state(folder)) is not None:
         return hash_file(sealed[0] / "manifest.json")[0]
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / CARD)
     return canonical_sha256({str(p.relative_to(folder)): hash_file(p)[0] for p in files})
