@@ -102,12 +102,12 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if os.environ.pop(ENDS_WITH_STDIN, None):
         threading.Thread(target=_end_with_stdin, daemon=True).start()
-    for word, meant in _MEANT.items():
-        typed = [text.partition("=")[0] for text in sys.argv[1:] if text.startswith("--")]
-        if word in (*sys.argv[1:2], *typed):
+    typed = [text.partition("=")[0] for text in sys.argv[1:] if text.startswith("--")]
+    for word in (*sys.argv[1:2], *typed):
+        if word in _MEANT:
             from data_prep.messages import complain
 
-            complain(f"error: {word}: {meant}")
+            complain(f"error: {word}: {_MEANT[word]}")
             end(ExitCode.MISTAKE)
     try:
         app()

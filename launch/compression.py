@@ -21,6 +21,7 @@ from data_prep.examples.labelled_files import read_records
 from data_prep.messages import warn
 from launch.console import print_table, show
 from pretrain import RunError
+from pretrain.contracts.terms import Sizes
 from pretrain.monitor.figures import Figure
 
 if TYPE_CHECKING:
@@ -118,7 +119,6 @@ _TUNED = """\
     model: {{init: {model}}}
     optimizer: {{learning_rate: {rate:.1e}}}
 """
-_MEASURED = ("M parameters", "MB", "ms")
 _SHOWN = {
     "encoder": ("similarity", "cosine"),
     "masked": ("accuracy", "agreement"),
@@ -213,9 +213,10 @@ def compress(
         texts = _written(texts, out / "texts.jsonl")
     model = str(find_shipped(Path(model))) if str(model).startswith("shipped:") else str(model)
     facts = _facts(model, labels is not None)
-    chosen = max(1, facts.layers // 2) if layers is None else layers
-    if not 1 <= chosen <= facts.layers:
-        raise RunError(f"--layers {chosen}: {model} has {facts.layers}: give 1 to {facts.layers}")
+    whole = facts.sizes.num_hidden_layers
+    chosen = max(1, whole // 2) if layers is None else layers
+    if not 1 <= chosen <= whole:
+        raise RunError(f"--layers {chosen}: {model} has {whole}: give 1 to {whole}")
     data = Path(labels if labels is not None else str(texts))
     text = _recipe(model, facts, data, chosen, out, column, label, steps)
     if file.exists() and file.read_text(encoding="utf-8") != text:
@@ -258,8 +259,7 @@ class Facts(NamedTuple):
     """Hold what a model's config.json says."""
 
     kind: str  # of what is made of it: "encoder", "masked" or "labels"
-    layers: int
-    width: int
+    sizes: Sizes
     positions: int
     labels: tuple[str, ...] | None  # of a classifier
 
@@ -277,16 +277,12 @@ def _facts(model: str, of_labels: bool) -> Facts:
         raw = read_config(model, folder if folder.is_dir() else config_file(model).parent)
     except OSError as error:
         raise not_there(model, error) from None
-    family, name = raw.get("model_type"), str((raw.get("architectures") or [""])[0])
-    layers, width = (
-        raw.get(key, raw.get(other))
-        for key, other in (("num_hidden_layers", "n_layers"), ("hidden_size", "dim"))
-    )
-    if family not in _FAMILIES or not isinstance(layers, int) or not isinstance(width, int):
+    sizes, name = Sizes.of(raw), str((raw.get("architectures") or [""])[0])
+    if sizes is None or sizes.family not in _FAMILIES:
         raise RunError(
-            f"{model}: model_type {family}: this command takes layers of {', '.join(_FAMILIES)}. "
-            "Let it write vectors (docs/papers/sentence-embeddings.md) or probabilities of your "
-            "texts, and distil those: shipped:own-task.yaml"
+            f"{model}: model_type {raw.get('model_type')}: this command takes layers of "
+            f"{', '.join(_FAMILIES)}. Let it write vectors (docs/papers/sentence-embeddings.md) or "
+            "probabilities of your texts, and distil those: shipped:own-task.yaml"
         )
     classifier = name.endswith("ForSequenceClassification")
     masked = name.endswith(("ForMaskedLM", "ForPreTraining"))
@@ -305,10 +301,12 @@ def _facts(model: str, of_labels: bool) -> Facts:
             settings = "sentence_bert_config.json"
             file = folder / settings if folder.is_dir() else config_file(model, settings)
             positions = min(positions, int(read_json(model, file).get("max_seq_length", positions)))
-    positions -= 2 * (family in ("roberta", "xlm-roberta", "camembert"))  # begin behind padding's
+    positions -= 2 * (
+        sizes.family in ("roberta", "xlm-roberta", "camembert")
+    )  # begin behind padding's
     kind = "labels" if of_labels else "masked" if masked else "encoder"
     listed = tuple(str(names[str(i)]) for i in range(len(names))) if classifier else None
-    return Facts(kind, layers, width, positions, listed)
+    return Facts(kind, sizes, positions, listed)
 
 
 def _recipe(
@@ -333,7 +331,7 @@ def _recipe(
         "layers": layers,
         "length": min(_LONGEST[facts.kind], facts.positions),
         "steps": f"max_steps: {steps}" if steps else f"epochs: {3 if of_labels else 1}",
-        "rate": rate * measured_at / facts.width,
+        "rate": rate * measured_at / facts.sizes.hidden_size,
     }
     options = {"labels" if of_labels else "texts": data, "layers": layers, "output": out}
     options |= {"column": column} if column != "text" else {}
@@ -358,8 +356,9 @@ def _recipe(
         what = "its vectors of texts" if encoder else "the triple loss on texts"
         student = (_VECTORS if encoder else _MASKED).format(**values)
         body = _TEXTS.format(**values, source=source, student=student)
+    whole = facts.sizes.num_hidden_layers
     head = _HEAD.format(
-        what=f"{layers} of the {facts.layers} layers of {model}, distilled by {what}",
+        what=f"{layers} of the {whole} layers of {model}, distilled by {what}",
         command=shlex.join(["distil", "compress", model, *words]),
         again=_again(out / "recipe.yaml"),
     )
@@ -443,6 +442,9 @@ def _written(texts: Sequence[str], file: Path) -> Path:
 
 def _show(table: Mapping[str, Mapping[str, Figure]], what: str, model: str, out: Path) -> None:
     """Print the table of scores, and what to do next."""
+    from launch.stages.evaluate import TIMED
+    from pretrain.evaluation.validation import UNTRAINED
+
     columns = _SHOWN[what]
     tuned = out / "teacher"
     teacher = str(tuned) if tuned.exists() else model
@@ -451,25 +453,18 @@ def _show(table: Mapping[str, Mapping[str, Figure]], what: str, model: str, out:
         f"{out}/student": "student",
         f"{out}/model/onnx/model_quantized.onnx": "student, int8",
         f"{out}/alone": "its layers, labels only",
-        "the same layers, untrained": "its layers, untrained",
+        UNTRAINED: "its layers, untrained",
     }
     cells = []
     for name, shown in rows.items():
         figures = table.get(name) or table.get(Path(name).name)
         if figures is not None:
-            sizes = [
-                f"{figures[key].value:,.1f}" if key in figures else ""
-                for key in ("M parameters", "MB", "ms")
-            ]
+            sizes = [f"{figures[k].value:,.1f}" if k in figures else "" for k in TIMED]
             cells.append([shown, *sizes, *(str(figures.get(column, "")) for column in columns)])
     show("")
-    print_table(["", *_MEASURED, *columns], cells)
+    print_table(["", *TIMED, *columns], cells)
     loads = "sentence-transformers" if what == "encoder" else "transformers"
     show(f"{out / 'model'}: for {loads}; onnx/model_quantized.onnx runs without torch", "next:")
-    show(
-        *(
-            f"  {line.format(out=shlex.quote(str(out)), model=shlex.quote(model))}"
-            for line in _NEXT[what]
-        )
-    )
-    show(f"  distil export {shlex.quote(str(out))}/student DIR --push OWNER/NAME    # to the Hub")
+    folder, model = shlex.quote(str(out)), shlex.quote(model)
+    show(*(f"  {line.format(out=folder, model=model)}" for line in _NEXT[what]))
+    show(f"  distil export {folder}/student DIR --push OWNER/NAME    # to the Hub")

@@ -30,7 +30,6 @@ from pretrain.export.owner_config import PricePerHour, Slurm
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
 
 _SEED = "train.seed"
-_TRAIN = {f"train.{name}" for name in Train.model_fields}
 _MODELS = ("teacher", "resume_from", "student.init", "model.init")
 
 
@@ -74,7 +73,7 @@ def entries_of(sweep: Any) -> Iterator[Combination]:
             axes.setdefault("", []).append((_text(key), _nested(own)))
             places.append(("", {*own}))
         elif isinstance(value, list) and value:
-            if f"train.{key}" in _TRAIN:
+            if key in Train.model_fields:
                 raise ValueError(f"sweep.{key}: no key of a run: write train.{key}")
             last = key.rpartition(".")[2]
             of_value = ((_label(last, v), v) for v in value)

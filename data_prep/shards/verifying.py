@@ -1,5 +1,6 @@
 """Verify that a folder of shards still holds what its manifest lists."""
 
+import hashlib
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -64,18 +65,30 @@ def check_file(folder: Path, manifest: Manifest, name: str, full: bool = True) -
 
     `full=False` compares its size only.
     """
-    path = folder / name
-    record = next((file for file in manifest.files if file.file == name), None)
-    if record is None:
-        raise CorpusError(f"{path}: not in the manifest: {AGAIN}")
-    for problem in _damage(folder, record, full):
+    for problem in _damage(folder, _record(folder, manifest, name), full):
         raise CorpusError(problem)
-    return path
+    return folder / name
 
 
 def read_listed(folder: Path, manifest: Manifest, name: str) -> bytes:
     """Read a small file of the folder; CorpusError unless it is the one that the manifest lists."""
-    return check_file(folder, manifest, name).read_bytes()
+    record = _record(folder, manifest, name)
+    for problem in _damage(folder, record, full=False):
+        raise CorpusError(problem)
+    try:
+        data = read_regular(folder / name)
+    except OSError as error:
+        raise CorpusError(f"{folder / name}: cannot be read ({error.strerror}): {AGAIN}") from None
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise CorpusError(f"{folder / name}: differs from the manifest: {AGAIN}")
+    return data
+
+
+def _record(folder: Path, manifest: Manifest, name: str) -> FileRecord:
+    for record in manifest.files:
+        if record.file == name:
+            return record
+    raise CorpusError(f"{folder / name}: not in the manifest: {AGAIN}")
 
 
 def verify(folder: Path | str, full: bool = True) -> list[str]:
@@ -86,6 +99,19 @@ def verify(folder: Path | str, full: bool = True) -> list[str]:
     except CorpusError as error:
         return [str(error)]
     problems = []
+    # The manifest's own sums.
+    for name, split in manifest.splits.items():
+        rows = sum(shard.rows for shard in split.shards)
+        tokens = sum(shard.tokens for shard in split.shards)
+        if (rows, tokens) != (split.rows, split.tokens):
+            problems.append(
+                f"{folder}: {name} shards hold {rows} rows, the manifest says {split.rows}"
+            )
+    for source in manifest.sources:
+        if source.documents_in != source.documents_kept + sum(source.dropped.values()):
+            problems.append(
+                f"{folder}: source {source.name}: documents in differ from kept + dropped"
+            )
     if read_regular(folder / MANIFEST) != manifest_bytes(manifest):
         problems.append(f"{folder / MANIFEST}: not as it was written: {AGAIN}")
     for shard in chain.from_iterable(split.shards for split in manifest.splits.values()):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import NotRegularError, read_regular
-from data_prep.messages import one_line
 from pretrain import RunError
 from pretrain.checkpoint.layout import (
     ADAPTERS,
@@ -202,13 +201,10 @@ def load_adapters(adapters: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load a checkpoint's adapters into those of the objective.
 
     Raises:
-        RunError: naming the tensors that do not fit.
+        RunError: naming the first tensor that does not fit.
     """
-    try:
-        adapters.load_state_dict(tensors)
-    except RuntimeError as error:
-        problem = one_line(str(error).partition("\n")[2], 200)
-        raise RunError(f"{ADAPTERS}: {problem}; continue from another checkpoint") from None
+    _check_fit(ADAPTERS, tensors, adapters.state_dict())
+    adapters.load_state_dict(tensors)
 
 
 def check_optimizer(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -219,20 +215,23 @@ def check_optimizer(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.P
     """
     kinds = (STEP, *MOMENTS)
     needed = {
-        f"{name}/{kind}": _spelled(parameter.new_empty([] if kind == STEP else parameter.shape))
+        f"{name}/{kind}": parameter.new_empty(()) if kind == STEP else parameter
         for name, parameter in parameters.items()
+        if any(f"{name}/{kind}" in tensors for kind in kinds)
         for kind in kinds
-        if any(f"{name}/{other}" in tensors for other in kinds)
     }
-    found = {name: _spelled(tensor) for name, tensor in tensors.items()}
-    for name in sorted(needed.keys() | found.keys()):
-        has, needs = found.get(name, "missing"), needed.get(name, "no such tensor")
+    _check_fit(OPTIMIZER, tensors, needed)
+
+
+def _check_fit(file: str, tensors: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of other names, shapes or types than those that are needed."""
+    here, there = (
+        {n: f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for n, t in of.items()}
+        for of in (tensors, needed)
+    )
+    for name in sorted(here.keys() | there.keys()):
+        has, needs = here.get(name, "missing"), there.get(name, "no such tensor")
         if has != needs:
             raise RunError(
-                f"{OPTIMIZER}: {name} is {has}, this run needs {needs}; continue from another "
-                "checkpoint"
+                f"{file}: {name} is {has}, this run needs {needs}; continue from another checkpoint"
             )
-
-
-def _spelled(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"

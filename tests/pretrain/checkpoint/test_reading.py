@@ -297,9 +297,9 @@ def test_adapters_are_kept_apart_and_must_fit(tmp_path: Path) -> None:
     checkpoint.load_adapters(adapters, saved.adapters())
     assert tiny_run.same(adapters.state_dict(), values)
     wider = torch.nn.ModuleDict({"dense": torch.nn.Linear(4, 2)})
-    with pytest.raises(RunError, match=r"dense.weight.*\[2, 3\].*\[2, 4\]"):
+    with pytest.raises(RunError, match=r"dense.weight is \[2, 3\] of float32, .* needs \[2, 4\]"):
         checkpoint.load_adapters(wider, saved.adapters())
-    with pytest.raises(RunError, match=r"Missing.*dense.bias"):
+    with pytest.raises(RunError, match=r"dense.bias is missing"):
         checkpoint.load_adapters(adapters, {})
-    with pytest.raises(RunError, match=r"Unexpected.*dense.bias"):
+    with pytest.raises(RunError, match=r"dense.bias is .* needs no such tensor"):
         checkpoint.load_adapters(torch.nn.ModuleDict(), saved.adapters())
