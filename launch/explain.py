@@ -80,9 +80,8 @@ def unread(config: BaseModel, values: dict[str, Any]) -> str | None:
             there = written.get(section)
             if there is not None and (not inner or (isinstance(there, dict) and inner in there)):
                 return f"{prefix}{key}: {runs[0].unread()[key]}"
-        for key in ("resume_from", "vectors"):
-            if key in written and written[key] is None:
-                return f"{prefix}{key} is empty, as of an unset variable: give a path, or remove it"
+        if written.get("vectors", "") is None:
+            return f"{prefix}vectors is empty, as of an unset variable: give a path, or remove it"
     return None
 
 

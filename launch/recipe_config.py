@@ -30,7 +30,7 @@ from pretrain.export.owner_config import PricePerHour, Slurm
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
 
 _SEED = "train.seed"
-_MODELS = ("teacher", "resume_from", "student.init", "model.init")
+_MODELS = ("teacher", "student.init", "model.init")
 
 
 class Swept(NamedTuple):

@@ -75,7 +75,7 @@ class Optimizer(Keys):
     """The whole gradient is scaled down to this norm before an update."""
     schedule: Literal["linear", "cosine", "wsd"] = "linear"
     """How the rate falls to 0 after the warm-up: in a line, as half a cosine, or (wsd) in a line
-    over the last steps. A wsd run keeps the checkpoint before its decay, for `resume_from`.
+    over the last steps.
     """
     decay_ratio: float = Field(0.1, gt=0, le=1)
     """With schedule wsd: share of all steps in which the rate falls."""
@@ -204,11 +204,6 @@ class RunConfig(Keys):
     """Folder of the run."""
     shards: Path
     """Folder that `distil prepare` wrote."""
-    resume_from: Path | None = None
-    """Another run: this one begins with its weights, optimizer state and position, and may have
-    another length and another schedule. A wsd run is continued from the
-    checkpoint before its decay.
-    """
     teacher: str | None = None
     """Folder, run or hub name of the teacher."""
     vectors: Path | None = None
@@ -363,7 +358,7 @@ class RunConfig(Keys):
         """
         freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
         freely_changed |= {"activation_checkpointing", "products"}
-        others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
+        others = ["output", "shards", "teacher", "teacher_vocabulary"]
         others += ["vectors", "objective_file", *SHAPE_NOTHING]
         exclude: Any = {**dict.fromkeys(others, True), "train": freely_changed, "task": {"logits"}}
         values = self.model_dump(mode="json", exclude=exclude)

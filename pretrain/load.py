@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from data_prep.messages import error_line
 from data_prep.shards import Manifest, load_manifest
 from pretrain import RunError, checkpoint
 from pretrain.checkpoint import Saved, check_optimizer, load_adapters
-from pretrain.config import Optimizer, RunConfig, accumulation_steps, with_defaults
+from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.contracts.terms import SignalTerm, Term
 from pretrain.data.hashing import root
 from pretrain.data.order import Order
@@ -33,20 +31,10 @@ from pretrain.model.word_vectors import check_vectors
 from pretrain.monitor.metrics import Progress
 from pretrain.objectives.own import checked, one_line
 from pretrain.plan import num_steps
-from pretrain.run_folder import (
-    another_run,
-    no_checkpoint,
-    recipe_changes,
-    shortened,
-)
+from pretrain.run_folder import another_run, recipe_changes
 from pretrain.tasks.task import Examples, Start
 
 _ADAPTERS = 5  # this use of the seed; order, masking, dropout and checksums have others
-# What a run that continues another one may change.
-_SCHEDULE = (
-    *("train.max_steps", "train.epochs", "optimizer.schedule"),
-    *("optimizer.warmup_ratio", "optimizer.decay_ratio"),
-)
 
 
 @dataclass
@@ -137,14 +125,8 @@ def load_inputs(
     steps = num_steps(config, num_rows)
     # Before precision and teacher: a resumed run keeps its precision.
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
-    # Only the first start of such a run reads the other run; later ones have their own checkpoint.
-    branches = saved is None and config.resume_from is not None
     # What was noted at the first start is in every checkpoint; new notes are shown once.
     notes: list[str] = []
-    parts = None
-    if saved is None and config.resume_from is not None:
-        saved, parts = read_branch(config.resume_from, config.optimizer, steps, progress.say)
-        notes.append(f"continued from step {saved.step:,} of another run")
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     config = resolve_products(config, ranks.device, saved and saved.state, progress.say)
     teacher = load_run_teacher(config, manifest)
@@ -158,11 +140,12 @@ def load_inputs(
     about: list[str] = []
     whole = ranks.is_local_main_process
     examples = config.task.examples(Start(config, manifest, teacher, about, whole, steps))
+    parts = None
     if saved is None:
         notes += about
     else:
-        check_same_run(config, manifest, teacher, examples, saved, _SCHEDULE if branches else ())
-        parts = parts or read_parts(saved)
+        check_same_run(config, manifest, teacher, examples, saved)
+        parts = read_parts(saved)
     student = load_student(config, manifest, teacher, parts, notes)
     # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
     theirs = examples.shape(shape_of(teacher.model) if teacher is not None else None)
@@ -361,94 +344,23 @@ def resolve_products(
     return config.with_train(products=name)
 
 
-def read_branch(
-    run: Path, config: Optimizer, steps: int, warn: Callable[[str], None]
-) -> tuple[Saved, Parts]:
-    """Return `branch_point` and its tensors, read now: a run that trains removes checkpoints."""
-    found = checkpoint.read_newest(
-        run / "checkpoints",
-        read_parts,
-        warn,
-        lambda root, warn: branch_point(run, config, steps, warn),
-    )
-    assert found is not None
-    return found
-
-
-def branch_point(run: Path, config: Optimizer, steps: int, warn: Callable[[str], None]) -> Saved:
-    """Return the checkpoint of another run that `resume_from` continues from.
-
-    Args:
-        run: the other run.
-        config: of this run.
-        steps: of this run.
-        warn: receives checkpoints that do not verify.
-
-    Raises:
-        RunError: it has none, a different version wrote it, or this run's schedule has ended there
-            or is still in its warm-up.
-    """
-    saved = checkpoint.newest(run / "checkpoints", warn)
-    if saved is None:
-        raise no_checkpoint(run)
-    try:
-        theirs = RunConfig.recorded(saved.state["config"]).optimizer
-        start = theirs.decay_start(int(saved.state["num_steps"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"resume_from: {saved.folder}: state.json is not as this version writes it "
-            f"({error_line(error)})"
-        ) from None
-    if theirs.schedule == "wsd" and saved.step > start:
-        saved = checkpoint.newest(run / "checkpoints", warn, last=start)
-        if saved is None or saved.step != start:
-            raise RunError(
-                f"resume_from: {run} has no checkpoint of step {start}, before its decay; restore "
-                "it, or start a new run with student.init"
-            )
-    if saved.state.get("weights_only"):
-        raise RunError(
-            f"{saved.folder}: holds weights only (checkpoint.weights_only) and cannot be "
-            "continued; begin a new run with student.init or model.init"
-        )
-    warmup = config.warmup(steps)
-    if saved.step >= steps:
-        raise RunError(
-            f"resume_from: {saved.folder} is at step {saved.step} and this run ends at step "
-            f"{steps}; set train.max_steps to more"
-        )
-    if saved.step < warmup:
-        raise RunError(
-            f"resume_from: {saved.folder} is at step {saved.step}, within this run's warm-up of "
-            f"{warmup} steps; set optimizer.warmup_ratio to at most {saved.step / steps:.2g}"
-        )
-    return saved
-
-
 def check_same_run(
     config: RunConfig,
     manifest: Manifest,
     teacher: Teacher | None,
     examples: Examples,
     saved: Saved,
-    may_change: Sequence[str] = (),
 ) -> None:
     """Refuse to continue a checkpoint with another recipe, other data or a different teacher."""
     # A sealed file of this format has all keys, unless another program wrote it.
     if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
-    changes = recipe_changes(saved.state, config, may_change)
+    changes = recipe_changes(saved.state, config, [])
     if saved.state["shards"] != manifest.digest:
         changes.append(f"the shards in {config.shards} have changed")
     before_sha256 = (saved.state["teacher"] or {}).get("sha256")
     if teacher is not None and before_sha256 not in (None, teacher.sha256):
         changes.append(f"the teacher {teacher.name} has different weights")
     changes += examples.changes(saved.state)
-    if changes and may_change:
-        raise RunError(
-            f"resume_from: {saved.folder}: {shortened(changes)}. Only output, "
-            f"{', '.join(may_change[:-1])} and {may_change[-1]} may differ from the run that is "
-            "continued: revert the change, or start a new run with student.init"
-        )
     if changes:
         raise another_run(saved.folder, changes)

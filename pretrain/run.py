@@ -64,13 +64,6 @@ class Run:
     notes: tuple[str, ...] = ()  # written at its first start, for the card
 
     @property
-    def before_decay(self) -> bool:
-        """Return whether this is the last step at the peak of the rate in schedule wsd."""
-        # A later run may continue from here with more steps, so its checkpoint is kept.
-        config = self.config.optimizer
-        return config.schedule == "wsd" and self.state.step == config.decay_start(self.num_steps)
-
-    @property
     def share(self) -> int:
         """Return the number of rows of a rank in an optimizer step."""
         return self.config.train.global_batch_size // self.accelerator.num_processes
@@ -237,14 +230,11 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
     if not run.accelerator.is_main_process:
         return 0.0
     config, teacher = run.config, run.teacher
-    weights_only = config.checkpoint.weights_only and run.state.step == run.num_steps
-    if weights_only:
+    if config.checkpoint.weights_only and run.state.step == run.num_steps:
         optimizer = {}
     state = {
         **run.state.write(),
         "num_steps": run.num_steps,
-        "before_decay": run.before_decay,
-        **({"weights_only": True} if weights_only else {}),
         "notes": run.notes,
         "config": config.model_dump(mode="json"),
         "micro_batch": run.micro_batch,

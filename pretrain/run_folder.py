@@ -48,8 +48,6 @@ def check_output(config: RunConfig) -> None:
     for key in ("student.init", "model.init"):
         if key in config.sources():
             inputs[key] = [config.sources()[key]]
-    if config.resume_from is not None:
-        inputs["resume_from"] = [str(config.resume_from)]
     # Links resolved, so that two names of one folder are equal.
     here = Path(os.path.realpath(output))
     for key, names in inputs.items():
@@ -212,8 +210,6 @@ def check_inputs(
     later = [Path(os.path.realpath(output)) for output in made]
     if needs_shards:
         load_manifest(config.shards)
-    if config.resume_from is not None and Path(os.path.realpath(config.resume_from)) not in later:
-        check_run(config.resume_from)
     for key, name in config.sources().items():
         if Path(os.path.realpath(name)) not in later:
             check_source(key, name)

@@ -186,7 +186,7 @@ def loop(run: Run, batches: Iterator[Rows], last: int, signals: Signals) -> None
         if run.due(config.evaluation.every):
             validate(run)
             clock.rates(state.tokens)  # evaluation is not training time
-        if state.step == last or run.due(config.checkpoint.every) or run.before_decay:
+        if state.step == last or run.due(config.checkpoint.every):
             save_checkpoint(run, wait=state.step == last)
     run.ended = "finished" if last == run.num_steps else "stopped"
 

@@ -30,9 +30,7 @@ class Train(Stage):
 
     def reads(self) -> dict[str, str]:
         """Return shards and models."""
-        resumed = self.config.resume_from
-        more = {"resume_from": str(resumed)} if resumed is not None else {}
-        return {**self.config.sources(), **more, "shards": str(self.config.shards)}
+        return {**self.config.sources(), "shards": str(self.config.shards)}
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check folders, and the sizes of models by their config.json."""

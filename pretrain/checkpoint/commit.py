@@ -142,17 +142,15 @@ def _put(path: Path, data: bytes) -> None:
 def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> None:
     """Write the pointers after `step` was committed, then remove what is neither new nor best.
 
-    Of the checkpoints up to this step the newest `keep` stay, the one with the lowest validation
-    loss, and one before a decay of the learning rate, which other runs may continue from. Later
-    ones did not verify when the run was resumed; each is replaced at its step. Checkpoints that are
-    damaged or of a different version are neither counted nor removed.
+    Of the checkpoints up to this step the newest `keep` stay, and the one with the lowest
+    validation loss. Later ones did not verify when the run was resumed; each is replaced at its
+    step. Checkpoints that are damaged or of a different version are neither counted nor removed.
 
     Raises:
         OSError: a pointer was not written or a folder not removed; all checkpoints are whole.
     """
     phase("save:pointer")
     losses: dict[Path, float] = {}
-    stays = set[Path]()
     for number, folder in checkpoints(root).items():
         # Only the state is hashed here: reading all weights would take as long as the save.
         if number <= step:
@@ -162,13 +160,10 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
                 # A checkpoint carries the newest figures, which may be those of an earlier step.
                 own = state.get("evaluation_step") == state["step"]
                 losses[folder] = loss if own and math.isfinite(loss) else math.inf
-                if state.get("before_decay"):
-                    stays.add(folder)
     # Oldest first: of two equal losses the older checkpoint is the best.
     best = min(reversed(losses), key=losses.__getitem__, default=None)
     if best is not None and losses[best] == math.inf:
         best = None
-    stays |= {best} if best is not None else set()
     try:
         replace_text(root / LATEST, f"{folder_name(step)}\n")
         if best is not None:
@@ -177,7 +172,7 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
         phase("save:rotate")
         with writing_to(root):
             for folder in list(losses)[keep:]:
-                if folder not in stays:
+                if folder != best:
                     remove(folder)
             sync(root)
 

@@ -60,22 +60,15 @@ class DamagedError(ValueError):
     """Report that a checkpoint differs from what was written, and where."""
 
 
-def newest(root: Path, warn: Callable[[str], None], last: int | None = None) -> Saved | None:
+def newest(root: Path, warn: Callable[[str], None]) -> Saved | None:
     """Return the newest checkpoint that verifies; `warn` of each that was skipped, and why.
-
-    With `last`, only checkpoints of at most that step count.
 
     Raises:
         RunError: no checkpoint verifies, or one is of a different version.
     """
     skipped: set[Path] = set()
     # List again each time: a running training may remove one while it is read here.
-    # `last` leaves out what came after the point that another run continues from.
-    while left := [
-        (step, folder)
-        for step, folder in checkpoints(root).items()
-        if folder not in skipped and (last is None or step <= last)
-    ]:
+    while left := [(n, folder) for n, folder in checkpoints(root).items() if folder not in skipped]:
         step, folder = left[0]
         try:
             return Saved(step, folder, read_state(folder))
@@ -92,21 +85,18 @@ def newest(root: Path, warn: Callable[[str], None], last: int | None = None) -> 
 
 
 def read_newest(
-    root: Path,
-    read: Callable[[Saved], Result],
-    warn: Callable[[str], None],
-    find: Callable[[Path, Callable[[str], None]], Saved | None] | None = None,
+    root: Path, read: Callable[[Saved], Result], warn: Callable[[str], None]
 ) -> tuple[Saved, Result] | None:
     """Return the newest checkpoint that verifies and the result of `read` on it.
 
     A run may remove a checkpoint while it is read here. Then the newest is read instead, with a
-    warning. `find` chooses the checkpoint; by default it is `newest`.
+    warning.
 
     Raises:
         RunError: as `newest`, or the run removes checkpoints faster than they are read.
     """
     for _ in range(_ATTEMPTS):
-        saved = (find or newest)(root, warn)
+        saved = newest(root, warn)
         if saved is None:
             return None
         try:

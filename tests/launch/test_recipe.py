@@ -122,7 +122,6 @@ def test_a_launched_recipe_that_lies_in_its_output_is_kept(
         (["defaults.shards=nowhere"], "nowhere holds no finished shards"),
         (["runs.1.shards=nowhere"], "nowhere holds no finished shards"),
         (["runs.1.teacher=./nowhere"], "teacher ./nowhere: there is no nowhere/config.json"),
-        (["runs.1.resume_from=nowhere"], "nowhere: no checkpoint"),
         (["runs.1.student.init=nowhere"], "student.init nowhere: there is no nowhere/config.json"),
         (["runs.0.model={init: ./nowhere}"], "model.init ./nowhere: there is no"),
         (["runs.1.train.micro_batch_size=3"], "global_batch_size 4 is not a multiple of"),

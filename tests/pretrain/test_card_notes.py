@@ -131,20 +131,6 @@ def test_a_model_that_got_a_head_says_so_in_its_card(tmp_path: Path, run_config:
     assert "| model.hidden_dropout_prob | 0.1 |" in card
 
 
-def test_a_continued_run_keeps_the_notes_of_the_one_it_left(
-    tmp_path: Path, teacher_folder: Path, run_config: Settings
-) -> None:
-    first = run_config(tmp_path / "first", teacher_folder, **RECIPE)
-    start(first)
-    longer = run_config(tmp_path / "longer", teacher_folder, **RECIPE)
-    longer |= {"resume_from": first["output"]}
-    longer["train"] |= {"max_steps": 6}
-    screen, card = said_and_card(longer, tmp_path / "exported")
-    assert "continued from step 4 of another run" in screen
-    assert "- the student began from the teacher's layers 1 and 3\n" in card
-    assert "- continued from step 4 of another run\n" in card
-
-
 def test_a_card_for_a_release(tmp_path: Path, teacher_folder: Path, run_config: Settings) -> None:
     """Compare its figures with metrics.jsonl and its example with plain transformers.
 
