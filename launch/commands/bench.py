@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ from pretrain.monitor.records import append_record, check_record, row
 
 if TYPE_CHECKING:
     from pretrain.bench.micro_step import Measured
-
-_SPEED = "## Size and speed"  # heading in a card
 
 
 def bench(
@@ -62,9 +59,6 @@ def bench(
             metavar="NAME",
         ),
     ] = None,
-    card: Annotated[
-        bool, typer.Option("--card", help="Also put that table into the first model's README.md.")
-    ] = False,
     record: RecordFile = None,
 ) -> None:
     """Time a micro-step of a config, forward and backward, with random weights.
@@ -72,7 +66,7 @@ def bench(
     Rows are those of its shards, or random ones where there are none; no weights are read.
     `--self-check` tells whether this machine computes what it should: losses of every objective and
     family, a killed run, then the speed of four shipped configs. It takes no other
-    option but --minutes and --record, and `--model` no other but --card and --record.
+    option but --minutes and --record, and `--model` no other but --record.
 
     Example: distil bench shipped:minilm-6x384.yaml train.activation_checkpointing=true
     """
@@ -81,10 +75,10 @@ def bench(
     from pretrain.config import RunConfig
 
     is_given = any((config, overrides, micro_batch, precision, repeats))
-    if model or card:
-        if is_given or self_check or minutes is not None or not model:
-            raise RunError("--model: takes only --card and --record; leave out the others")
-        compare_models(model, card=card, record=record)
+    if model:
+        if is_given or self_check or minutes is not None:
+            raise RunError("--model: takes only --record; leave out the others")
+        compare_models(model, record)
         return
     if self_check:
         if is_given:
@@ -117,13 +111,13 @@ def bench(
     append_record(record, None, recorded(found))
 
 
-def compare_models(models: Sequence[str], *, card: bool, record: Path | None) -> None:
+def compare_models(models: Sequence[str], record: Path | None) -> None:
     """Compare the size and speed of models and their ONNX files."""
     from pretrain import RunError
     from pretrain.bench.speed import BATCH, BATCH_TOKENS, TOKENS, compare_speed, with_files
     from pretrain.model.folder import model_config
     from pretrain.model.session import model_folder
-    from pretrain.monitor.figures import Figure, markdown
+    from pretrain.monitor.figures import Figure
     from pretrain.run_folder import check_model, onnx_file
 
     check_record(record)
@@ -136,26 +130,12 @@ def compare_models(models: Sequence[str], *, card: bool, record: Path | None) ->
                 f"--model {model}: reads {longest} tokens, and models are compared on texts of "
                 f"{BATCH_TOKENS}"
             )
-    page = Path(models[0]) / "README.md"
-    if card and not page.is_file():
-        raise RunError(f"--card: {models[0]} has no README.md; give an exported folder first")
     quiet()
     found = compare_speed([name for model in models for name in with_files(model)], show)
     columns = dict.fromkeys(name for figures in found.values() for name in figures)
-    # A published card names no folder of this machine.
-    folders = {
-        str(Path(model)): "/".join(Path(model).parts[-2 if Path(model).is_file() else -1 :])
-        for model in models
-    }
-    if len({*folders.values()}) < len(folders):
-        folders = {folder: folder for folder in folders}
-    names = {}
-    for name in found:
-        folder = next(f for f in folders if Path(name).is_relative_to(f))
-        names[name] = str(Path(folders[folder]) / Path(name).relative_to(folder))
     cells = [
-        [names[name], *(f"{v[c]:,.2f}" if c in v else "" for c in columns)]
-        for name, v in found.items()
+        [name, *(f"{figures[c]:,.2f}" if c in figures else "" for c in columns)]
+        for name, figures in found.items()
     ]
     # Narrow tables: what one thread does, then all.
     for many in (False, True):
@@ -163,27 +143,13 @@ def compare_models(models: Sequence[str], *, card: bool, record: Path | None) ->
         if some:
             titles = [[*columns][i].replace(", ", "\n") for i in some]
             print_table(["", *titles], [[cell[0], *(cell[i + 1] for i in some)] for cell in cells])
-    about = (
+    show(
         f"p50, p95: one text of {TOKENS} tokens; texts/s: {BATCH} texts of {BATCH_TOKENS} tokens "
         "at a time; one thread where no other number is said; peak: of a process with that model"
     )
-    show(about)
-    if card:
-        import torch
-
-        from pretrain.bench.machine import hardware
-
-        cpu = hardware(torch.device("cpu"))["processor"]
-        table = markdown(["", *columns], cells)
-        # Only this section is replaced; what an author wrote behind it stays.
-        text = re.sub(rf"(?ms)^{_SPEED}$.*?(?=^## |\Z)", "", page.read_text(encoding="utf-8"))
-        text = (
-            text.rstrip() + f"\n\n{_SPEED}\n\n{table}\n\nOn {cpu}. {about[0].upper()}{about[1:]}.\n"
-        )
-        page.with_name(".README.md.tmp").write_text(text, encoding="utf-8")
-        page.with_name(".README.md.tmp").rename(page)
-        show(f"written: {page}")
-    rows = [row(names[name], {k: Figure(v) for k, v in f.items()}) for name, f in found.items()]
+    rows = [
+        row(name, {k: Figure(v) for k, v in figures.items()}) for name, figures in found.items()
+    ]
     append_record(record, None, rows)
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,9 +38,8 @@ from pretrain.run_folder import RESULT, another_run, recipe_changes, sealed_stat
 _LOG, _LOCK = "logs/sweep.log", "sweep"  # in the folder of a run, and in that of the table
 _LONGEST = 2**24  # bytes of a result
 _POLL = 0.2  # seconds
-# Bytes of a run's memory: libraries and activations, and for each parameter of the student; of a
-# checkpoint: weights and both moments.
-_PER_RUN, _PER_PARAMETER, _IN_CHECKPOINT = 2**31, 32, 12
+# Bytes of a run's memory: libraries and activations, and for each parameter of the student.
+_PER_RUN, _PER_PARAMETER = 2**31, 32
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,25 @@ class Sweep(Stage):
             if len(labels) == len(self.runs) > 1:  # true of all runs, so it is said once
                 labels = ["each"]
             lines += [f"{label}: {line}" for label in labels]
-        flops, disks = [r.flop for r in self.runs.values()], [r.disk for r in self.runs.values()]
+        flops = [run.flop for run in self.runs.values()]
         self.flop = None if None in flops else sum(f or 0.0 for f in flops)
         self.least = sum(run.least for run in self.runs.values())
-        self.disk = sum(disks) if self.config.keep_weights else max(disks, default=0)
+        unfinished = [
+            run
+            for run in self.runs.values()
+            if self._result(run.config) is None and run.state() != "done"
+        ]
+        disks = sorted(run.disk for run in unfinished)
+        at_once = len(disks) if self.config.keep_weights else self.config.at_once or cores()
+        self.disk = sum(disks[-at_once:])
+        files = [run.config.output.rglob("*.safetensors") for run in unfinished]
+        there = sum(file.stat().st_size for file in chain(*files))
+        place, free = room(self.config.output)
+        if self.disk > there + free:
+            raise RunError(
+                f"sweep {self.config.output}: its checkpoints need {self.disk - there:,} bytes, "
+                f"and {place} has {free:,} free; lower checkpoint.keep or at_once, or make room"
+            )
         return outputs, lines
 
     def state(self) -> State:
@@ -190,7 +205,7 @@ class Sweep(Stage):
         return True
 
     def _check_start(self) -> None:
-        """Refuse shards without validation rows, and a disk that cannot hold the checkpoints."""
+        """Refuse shards without validation rows."""
         config, places = self.config, {run.config.shards for run in self.runs.values()}
         for shards in places:
             if not (shards / "manifest.json").exists():
@@ -201,22 +216,6 @@ class Sweep(Stage):
                     f"sweep {config.output}: compares figures of validation rows, and {shards} has "
                     "none; prepare the corpus with validation: 0.01 or more"
                 )
-        sizes = []
-        for label, num in self.num_parameters.items():
-            # Those that are kept, the best one, and one that is being written; without those there.
-            run, folder = self.runs[label].config, self.runs[label].config.output / "checkpoints"
-            if self._result(run) is None and self.runs[label].state() != "done":
-                there = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-                most = run.checkpoint.keep + 2 if run.checkpoint.every else 2
-                sizes.append(_IN_CHECKPOINT * num * most - there)
-        sizes.sort()
-        need = sum(sizes if config.keep_weights else sizes[-(config.at_once or cores()) :])
-        place, free = room(config.output)
-        if need > free:
-            raise RunError(
-                f"sweep {config.output}: its checkpoints need {need:,} bytes, and {place} has "
-                f"{free:,} free; lower checkpoint.keep or at_once, or make room"
-            )
 
     def _places(self, how: How) -> list[dict[str, str]]:
         """Return the variables of each process that runs at a time: its GPUs, or its threads.
