@@ -19,6 +19,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -438,7 +439,9 @@ def main() -> None:
     try:
         for kl in given.kl or [None]:
             config = load(given.config, {"kl_positions": kl} if kl else {})
-            for each in asked(config, device, given.precision, given.micro_batch):
+            for precision, size in product(given.precision, given.micro_batch):
+                each = config.with_train(precision=precision, micro_batch_size=size)
+                (each,) = asked(each, device)
                 library = config.train.products
                 with products.using(products.choose()[0] if library == "auto" else library):
                     found += measured(each, given.repeats, device)

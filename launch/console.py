@@ -58,12 +58,12 @@ def show(*lines: str) -> None:
             console.print(part, markup=False, soft_wrap=True)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table: the first column left-aligned, the others right-aligned.
 
     Columns that a terminal has no room for follow in tables of their own, below.
     """
-    cells = [[one_line(cell) for cell in row] for row in rows]
+    cells = [[one_line(str(cell)) for cell in row] for row in rows]
 
     def width(i: int) -> int:  # a figure stays whole, a text breaks between its words
         texts = [row[i] for row in cells]

@@ -1,10 +1,9 @@
-"""Check an installation on its hardware, and measure it: `distil bench --self-check`.
+"""Check an installation on its hardware: `distil bench --self-check`.
 
 1. Curves: 6 steps of objectives and families on text, compared with `curves.json`, made on a CPU.
 2. Resume: a run that is killed and continued, compared with one that was not.
-3. Speed: a step of shipped configs at their own sizes.
 
-Models are tiny up to 2; their weights, rows and masks come from integer hashes. To make the curves
+Models are tiny; their weights, rows and masks come from integer hashes. To make the curves
 again on purpose: `python -m launch.self_check`, on a CPU, with the reason in docs/log.
 """
 
@@ -28,7 +27,6 @@ from torch import nn
 from data_prep.config import CorpusConfig
 from data_prep.disk.replacing import replace_json
 from data_prep.prepare import prepare
-from pretrain.bench import micro_step
 from pretrain.config import RunConfig
 from pretrain.data.hashing import derive, root
 from pretrain.model.families import FAMILIES
@@ -47,12 +45,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "embedding": {"name": "embedding", "mse": 0.5},
     "mlm": {"name": "mlm"},
 }
-SPEED = (
-    "distilbert-base-uncased.yaml",
-    "minilm-6x384.yaml",
-    "tinybert-4x312.yaml",
-    "embedding-6x384.yaml",
-)
 _WORDS = [f"{a}{b}{c}" for a in "bdfgl" for b in "aeiou" for c in "kprst"]
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # Steps of the run that is killed once it has a checkpoint, of step 10. A GPU makes one in 5 ms, and
@@ -70,7 +62,7 @@ class Check(NamedTuple):
 
 
 def checks() -> Iterator[Check]:
-    """Yield the results of everything but speed; each takes seconds."""
+    """Yield the results; each takes seconds."""
     curves = json.loads(CURVES.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="distil-self-check-") as name:
         folder = Path(name)
@@ -127,16 +119,6 @@ def killed_curve(values: dict[str, Any]) -> list[float]:
         if process.wait() != -signal.SIGKILL:
             raise RuntimeError("the run ended before it was killed")
     return curve(values)
-
-
-def speed(
-    config: RunConfig, say: Callable[[str], None]
-) -> tuple[list[micro_step.Measured], dict[str, float]]:
-    """Return the measurements of `distil bench` for a config, in the device's fast precision."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rows = 32 if device.type == "cuda" else 1
-    asked = micro_step.asked(config.with_train(precision="auto"), device, [], [rows])
-    return micro_step.measure(asked, device, 3, say)
 
 
 def write_inputs(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,30 +26,15 @@ def bench(
         ),
     ] = None,
     overrides: Overrides = None,
-    micro_batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Rows at a time; repeatable. By default the config's; else 2 and 8, on a GPU 8, "
-            "32, 64."
-        ),
-    ] = None,
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(help="Repeatable. By default the config's; auto without one.", metavar="NAME"),
-    ] = None,
     repeats: Annotated[
         int | None, typer.Option(help="How often each step is timed; by default 5.", min=1)
     ] = None,
     self_check: Annotated[
         bool,
         typer.Option(
-            "--self-check", help="Compare every objective and family with curves of a CPU first."
+            "--self-check", help="Instead, compare every objective and family with curves of a CPU."
         ),
     ] = False,
-    minutes: Annotated[
-        float | None,
-        typer.Option(help="After these --self-check times no further config; by default 8.", min=0),
-    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,30 +47,26 @@ def bench(
 ) -> None:
     """Time a micro-step of a config, forward and backward, with random weights.
 
-    Rows are those of its shards, or random ones where there are none; no weights are read.
-    `--self-check` tells whether this machine computes what it should: losses of every objective and
-    family, a killed run, then the speed of four shipped configs. It takes no other
-    option but --minutes and --record, and `--model` no other but --record.
+    Rows are those of its shards, or random ones where there are none; no weights are read. Without
+    train.micro_batch_size 2 and 8 rows are tried, on a GPU 8, 32 and 64. `--self-check` tells
+    whether this machine computes what it should: losses of every objective and family, and a run
+    that is killed and continued. It and `--model` take no other option but --record.
 
-    Example: distil bench shipped:minilm-6x384.yaml train.activation_checkpointing=true
+    Example: distil bench shipped:minilm-6x384.yaml train.precision=bf16 train.micro_batch_size=4
     """
     from launch.config import config_line, load_config
     from pretrain import RunError
     from pretrain.config import RunConfig
 
-    is_given = any((config, overrides, micro_batch, precision, repeats))
-    if model:
-        if is_given or self_check or minutes is not None:
-            raise RunError("--model: takes only --record; leave out the others")
-        compare_models(model, record)
+    if model or self_check:
+        if config or overrides or repeats or (model and self_check):
+            option = "--model" if model else "--self-check"
+            raise RunError(f"{option}: takes only --record; leave out the others")
+        if model:
+            compare_models(model, record)
+        else:
+            check_itself(record)
         return
-    if self_check:
-        if is_given:
-            raise RunError("--self-check: takes only --minutes and --record; leave out the others")
-        check_itself(8.0 if minutes is None else minutes, record)
-        return
-    if minutes is not None:
-        raise RunError("--minutes: is for --self-check")
     is_own, config = config is not None, config or Path("shipped:distilbert-base-uncased.yaml")
     settings = load_config(RunConfig, config, overrides or [])
     if not is_own:  # that one is for V100s
@@ -104,7 +84,7 @@ def bench(
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     check_kernels(device)
-    asked = micro_step.asked(settings, device, precision or [], micro_batch or [])
+    asked = micro_step.asked(settings, device)
     show(config_line(config), machine.line(device))
     found, peaks = micro_step.measure(asked, device, repeats or 5, show)
     show_steps(found, peaks)
@@ -113,11 +93,12 @@ def bench(
 
 def compare_models(models: Sequence[str], record: Path | None) -> None:
     """Compare the size and speed of models and their ONNX files."""
+    from launch.stages.evaluate import row_names
     from pretrain import RunError
     from pretrain.bench.speed import BATCH, BATCH_TOKENS, TOKENS, compare_speed, with_files
     from pretrain.model.folder import model_config
     from pretrain.model.session import model_folder
-    from pretrain.monitor.figures import Figure
+    from pretrain.monitor.figures import Figure, with_columns
     from pretrain.run_folder import check_model, onnx_file
 
     check_record(record)
@@ -132,61 +113,35 @@ def compare_models(models: Sequence[str], record: Path | None) -> None:
             )
     quiet()
     found = compare_speed([name for model in models for name in with_files(model)], show)
-    columns = dict.fromkeys(name for figures in found.values() for name in figures)
-    cells = [
-        [name, *(f"{figures[c]:,.2f}" if c in figures else "" for c in columns)]
-        for name, figures in found.items()
-    ]
-    # Narrow tables: what one thread does, then all.
-    for many in (False, True):
-        some = [i for i, name in enumerate(columns) if ("threads" in name) == many]
-        if some:
-            titles = [[*columns][i].replace(", ", "\n") for i in some]
-            print_table(["", *titles], [[cell[0], *(cell[i + 1] for i in some)] for cell in cells])
+    names = row_names(found)
+    shown = {
+        name: {k: f"{v:,.2f}" for k, v in found[model].items()} for model, name in names.items()
+    }
+    print_table(*with_columns(shown.items()))
     show(
         f"p50, p95: one text of {TOKENS} tokens; texts/s: {BATCH} texts of {BATCH_TOKENS} tokens "
         "at a time; one thread where no other number is said; peak: of a process with that model"
     )
-    rows = [
-        row(name, {k: Figure(v) for k, v in figures.items()}) for name, figures in found.items()
-    ]
+    rows = [row(names[model], {k: Figure(v) for k, v in f.items()}) for model, f in found.items()]
     append_record(record, None, rows)
 
 
-def check_itself(minutes: float, record: Path | None) -> None:
-    """Compare curves, then time shipped configs while there is time; exit with 1 if any differs."""
-    from launch.config import load_config
-    from pretrain.config import RunConfig
-
+def check_itself(record: Path | None) -> None:
+    """Compare curves of this machine with those of a CPU; exit with 1 if any differs."""
     check_record(record)
-    end = time.monotonic() + 60 * minutes
     quiet()
-    from launch.self_check import SPEED, TOLERANCE, checks, speed
+    from launch.self_check import TOLERANCE, checks
 
-    rows, lines, num_failed = [], [], 0
+    rows, num_failed = [], 0
     for check in checks():
-        result = "FAILED" if check.failed else check.note or "ok"
+        result = f"FAILED {check.note}".strip() if check.failed else "ok"
         far = "" if check.difference is None else f"{check.difference:.0e}"
         show(f"{check.name}: {result} {far}".rstrip())
-        lines.append([check.name, result if not check.failed else f"FAILED {check.note}", far])
         num_failed += check.failed
         if check.difference is not None:
             figures = {"difference": check.difference, "ok": float(not check.failed)}
             rows.append(row(check.name, figures))
-    found = []
-    for name in SPEED:
-        if time.monotonic() > end:
-            lines.append([name, f"not run: {minutes:g} minutes were over", ""])
-            continue
-        show("", name)
-        steps, peaks = speed(load_config(RunConfig, Path(f"shipped:{name}"), []), show)
-        found.append((name, steps, peaks))
-        rows += [{**line, "model": f"{name}: {line['model']}"} for line in recorded(steps)]
-    print_table(("check", "result", "largest difference of a loss"), lines)
     show(f"a loss may differ by {TOLERANCE:g} of its size from that of a CPU")
-    for name, steps, peaks in found:
-        show("", name)
-        show_steps(steps, peaks)
     append_record(record, None, rows)
     if num_failed:
         show(f"{num_failed} FAILED: this machine does not compute what it should; please report it")

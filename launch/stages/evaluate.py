@@ -16,6 +16,7 @@ from launch.console import print_table, show
 from launch.stage_keys import EvaluateKeys, ScoresKeys
 from launch.stages.stage import Compared, How, Made, digest, made_by, real
 from pretrain import RunError
+from pretrain.monitor.figures import Figure, with_columns
 from pretrain.run_folder import (
     MEASURED,
     check_model,
@@ -28,8 +29,6 @@ from pretrain.run_folder import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from pretrain.monitor.figures import Figure
 
 
 _SIZES = {"M parameters": "M parameters", "MB": "MB", "ms": "p50 ms"}
@@ -111,7 +110,6 @@ def with_times(
 ) -> dict[str, Mapping[str, Figure]]:
     """Return figures with the size of each model, and the time of a text."""
     from pretrain.bench.speed import compare_speed
-    from pretrain.monitor.figures import Figure
 
     measured = compare_speed(models, show, batches=False)
     added = {
@@ -317,14 +315,7 @@ class Scores(Compared):
                 rows[model] |= timed(runs[0], config.split, show)
         for name, known in config.published.items():
             rows[f"{name}, published"] = {column: f"{value:g}" for column, value in known.items()}
-        columns = dict.fromkeys(name for row in rows.values() for name in row)
-        print_table(
-            ["", *columns],
-            [
-                [name, *(str(row.get(column, "")) for column in columns)]
-                for name, row in rows.items()
-            ],
-        )
+        print_table(*with_columns(rows.items()))
         show(
             "of several seeds the median; ±: 95 % interval of a bootstrap over the examples; "
             "retention: of the teacher's average, over the same tasks; a difference: of means over "

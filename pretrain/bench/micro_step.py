@@ -26,7 +26,7 @@ from pretrain.config import RunConfig
 from pretrain.contracts.batch import Batch
 from pretrain.contracts.terms import Shape, Sizes
 from pretrain.device.memory import allocated, freed_memory_kept, out_of_memory
-from pretrain.device.precision import PRECISIONS, allow_tf32
+from pretrain.device.precision import PRECISIONS, allow_tf32, check_precision
 from pretrain.device.precision import choose as choose_precision
 from pretrain.kernels import products
 from pretrain.model.distillation import Distillation
@@ -126,36 +126,24 @@ class Step:
         return sum(t.nbytes for t in held.values())
 
 
-def asked(
-    config: RunConfig, device: torch.device, precisions: Sequence[str], sizes: Sequence[int]
-) -> list[RunConfig]:
-    """Return the config in each precision and micro-batch that is asked for.
+def asked(config: RunConfig, device: torch.device) -> list[RunConfig]:
+    """Return the config with its own micro-batch and precision, or with those that are tried.
 
     Raises:
-        RunError: something cannot be measured; names the option and the fix.
+        RunError: it cannot be measured; names the fix.
     """
     if config.task.has_head:
         raise RunError(
             f"task {config.task.name}: distil bench measures runs on text, in rows of one "
             "length; metrics.jsonl of a run on a task has its speed"
         )
-    on_gpu, configured = device.type == "cuda", config.train.precision
-    if not precisions:
-        precisions = [choose_precision(device)[0] if configured == "auto" else configured]
-    for name in precisions:
-        if name not in PRECISIONS:
-            raise RunError(f"--precision {name}: there are {', '.join(PRECISIONS)}")
-        if PRECISIONS[name].scaled and not on_gpu:
-            others = " or ".join(n for n, known in PRECISIONS.items() if not known.scaled)
-            raise RunError(f"--precision {name}: needs a GPU; on a CPU use {others}")
-    if not sizes:
-        given = config.train.micro_batch_size
-        sizes = [given] if isinstance(given, int) else [8, 32, 64] if on_gpu else [2, 8]
-    if min(sizes) < 1:
-        raise RunError(f"--micro-batch {min(sizes)}: give 1 or more")
+    precision, size = config.train.precision, config.train.micro_batch_size
+    if precision == "auto":
+        precision = choose_precision(device)[0]
+    check_precision(precision, device.type)
+    sizes = [size] if isinstance(size, int) else [8, 32, 64] if device.type == "cuda" else [2, 8]
     return [
         config.with_train(precision=precision, micro_batch_size=size, global_batch_size=size)
-        for precision in precisions
         for size in sizes
     ]
 
@@ -246,7 +234,7 @@ def rows_of(config: RunConfig, model: MaskedLM) -> Rows:
         if (size := manifest.tokenizer.vocab_size) > vocabulary:
             raise RunError(f"{config.shards}: has {size:,} words, and the models {vocabulary:,}")
         if num > len(shards):
-            raise RunError(f"--micro-batch {num}: {config.shards} has {len(shards)} rows")
+            raise RunError(f"train.micro_batch_size {num}: {config.shards} has {len(shards)} rows")
         # Not the first ones: packing begins with the documents that fill rows of their own.
         ids = np.asarray(shards.rows(draw.permutation(len(shards))[:num]), dtype=np.int64)
         masking = build_masking(config.masking, config.shards, manifest, config.train.seed)

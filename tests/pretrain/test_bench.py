@@ -73,10 +73,10 @@ def test_each_objective_is_measured(objective: str, values: dict[str, Any]) -> N
         values["student"] = {"architecture": "same"}
     run = RunConfig.model_validate(values)
     said: list[str] = []
-    found, peaks = measure(asked(run, CPU, ["fp32", "bf16"], [1, 2]), CPU, 1, said.append)
-    assert [(f.precision, f.rows) for f in found] == [
-        *(("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 2)),
-    ]
+    tried = [(p, n) for p in ("fp32", "bf16") for n in (1, 2)]
+    each = [run.with_train(precision=p, micro_batch_size=n) for p, n in tried]
+    found, peaks = measure([asked(one, CPU)[0] for one in each], CPU, 1, said.append)
+    assert [(f.precision, f.rows) for f in found] == tried
     assert all(f.tokens and f.milliseconds > 0 and 0 < f.of_peak < 1 for f in found)
     assert found[1].peak_bytes > found[0].peak_bytes > 0 and peaks.keys() == {"fp32", "bf16"}
     assert len(said) == 1
@@ -86,7 +86,7 @@ def test_a_step_that_does_not_fit_is_reported(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pretrain.bench.micro_step.timed", lambda *_: torch.empty(1 << 55))
-    [found], _ = measure(asked(RunConfig.model_validate(values), CPU, [], []), CPU, 1, print)
+    [found], _ = measure(asked(RunConfig.model_validate(values), CPU)[:1], CPU, 1, print)
     assert found.tokens == 0
 
 
@@ -105,9 +105,7 @@ def test_allocated_memory_is_what_was_made() -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--precision", "fp16"], ["--precision fp16", "GPU"]),
-        (["--precision", "int8"], ["--precision int8", "bf16"]),
-        (["--micro-batch", "0"], ["--micro-batch 0"]),
+        (["shipped:demo.yaml", "train.precision=fp16"], ["train.precision fp16", "GPU"]),
         (["nowhere.yaml"], ["nowhere.yaml", "no such file"]),
         (["--record", "."], ["--record ."]),
     ],
@@ -124,7 +122,7 @@ def test_mistakes_are_reported_in_one_line(
 def test_too_few_rows_or_words_are_refused(
     tmp_path: Path, config: Path, values: dict[str, Any], distil: Distil
 ) -> None:
-    code, _, err = distil("bench", config, "--micro-batch", 10**6)
+    code, _, err = distil("bench", config, "train.micro_batch_size=1000000")
     assert code == 2 and "1000000" in err and "rows" in err
     settings = json.loads((tmp_path / "teacher" / "config.json").read_bytes())
     (tmp_path / "teacher" / "config.json").write_text(json.dumps({**settings, "vocab_size": 9}))
@@ -185,7 +183,7 @@ def test_a_random_teacher_has_the_sizes_of_its_config(tmp_path: Path, distil: Di
     family.new_config(sizes, {"pad": pad, "cls": 101, "sep": 102}).save_pretrained(tmp_path / "t")
     values = {"output": "run", "shards": "none", "teacher": str(tmp_path / "t")}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    options = ("--micro-batch", 2, "--repeats", 1, "--precision", "fp32")
+    options = ("train.micro_batch_size=2", "train.precision=fp32", "--repeats", 1)
     code, out, err = distil("bench", tmp_path / "run.yaml", *options)
     assert code == 0, out + err
     assert "4 -> 2 layers x 32, 210 words" in out and "rows of 24 tokens" in out

@@ -589,13 +589,13 @@ def test_models_and_their_files_are_compared_in_size_and_speed(
     rows = {r["model"]: r["figures"] for r in json.loads(Path("r.json").read_bytes())[0]["rows"]}
     assert [*rows] == [
         "mine",
-        *(f"mine/onnx/{n}.onnx" for n in ("model", "model_fp16", "model_quantized")),
+        *(f"{n}.onnx" for n in ("model", "model_fp16", "model_quantized")),
     ]
     model = AutoModel.from_pretrained(tmp_path / "mine", add_pooling_layer=False)
     count = sum(p.numel() for p in model.parameters())
     assert rows["mine"]["M parameters"]["value"] == pytest.approx(count / 1e6, abs=1e-6)
     file = tmp_path / "mine" / "onnx" / "model.onnx"
-    found = rows["mine/onnx/model.onnx"]
+    found = rows["model.onnx"]
     assert found["MB"]["value"] == pytest.approx(file.stat().st_size / 1e6, abs=1e-6)
     assert 0 < found["p50 ms"]["value"] <= found["p95 ms"]["value"]
     # A process that imports torch holds hundreds of megabytes; one of a file does not.
