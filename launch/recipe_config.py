@@ -282,14 +282,6 @@ class Recipe(Keys):
                     )
         return self
 
-    @model_validator(mode="after")
-    def outputs_differ(self) -> Recipe:
-        """Refuse two runs that would write to one folder."""
-        outputs = [str(run.output) for run in self.runs]
-        if twice := [output for output in outputs if outputs.count(output) > 1]:
-            raise ValueError(f"two runs have the output {twice[0]}: each needs its own")
-        return self
-
 
 def filled(values: Any) -> Any:
     """Return the values of a recipe with the shared keys in each run, and sweeps as their runs.

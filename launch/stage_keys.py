@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -91,17 +91,6 @@ class PruneKeys(Keys):
     """Training rows that are read in each round."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Of which rows, and of drawn labels."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_size(cls, values: Any) -> Any:
-        size = values.get("intermediate_size") if isinstance(values, dict) else None
-        if isinstance(size, list | tuple | dict):
-            raise ValueError(
-                "intermediate_size: no class of transformers loads layers of several sizes; give "
-                "one number for all"
-            )
-        return values
 
     @model_validator(mode="after")
     def _something_goes(self) -> PruneKeys:

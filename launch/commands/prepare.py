@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,7 +24,7 @@ def prepare(
     config: Config,
     overrides: Overrides = None,
     engine: Annotated[
-        str, typer.Option(help="Who runs the units: processes, or ray.", metavar="NAME")
+        Literal["processes", "ray"], typer.Option(help="Who runs the units.")
     ] = "processes",
     stage: Annotated[
         str | None, typer.Option(help="Run one stage only, for job arrays.", metavar="NAME")
@@ -88,27 +88,23 @@ def prepare(
     show(config_line(config))
 
     from data_prep.messages import warn
-    from data_prep.pipeline.engines import Engine
     from launch.stages.prepare import prepare_and_show, show_shards
 
-    if engine not in get_args(Engine):
-        raise CorpusError(f"--engine {engine}: no such engine: {' or '.join(get_args(Engine))}")
-    chosen: Engine = "ray" if engine == "ray" else "processes"
-    if chosen == "ray" and not dry_run and not os.environ.get("RAY_ADDRESS"):
+    if engine == "ray" and not dry_run and not os.environ.get("RAY_ADDRESS"):
         show(f"RAY_ADDRESS is not set: Ray takes {settings.workers} cores of this machine")
     if dry_run:
         from data_prep.estimate import estimate
 
         show_estimate(estimate(settings), settings.workers)
     elif stage is not None:
-        prepare_one_stage(settings, stage, task, chosen)
+        prepare_one_stage(settings, stage, task, engine)
     elif finalize:
         from data_prep.prepare import finalise
 
         finalise(settings, warn)
         show_shards(settings, "done")
     else:
-        prepare_and_show(settings, chosen, accept_code)
+        prepare_and_show(settings, engine, accept_code)
         folder = settings.folder(settings.row_lengths[0])
         show("next:", f"  distil inspect {folder}", f"  distil pretrain RUN.yaml shards={folder}")
     for row_length in settings.row_lengths:
@@ -136,15 +132,15 @@ def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine
     from data_prep.prepare import prepare_stage
 
     return_large_blocks()
-    chosen = next((name for name in STAGES if name == stage), None)
-    if chosen is None:
+    known = next((name for name in STAGES if name == stage), None)
+    if known is None:
         raise CorpusError(f"--stage {stage}: no such stage: one of {', '.join(STAGES)}")
     found = re.fullmatch(r"([0-9]+)/([0-9]+)", "1/1" if task is None else task)
     number, count = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= number <= count:
         raise CorpusError(f"--task {task}: not a task: i/N with i from 1 to N, such as 3/16")
     with stages() as progress:
-        done = prepare_stage(config, chosen, number, count, progress, warn, engine=engine)
+        done = prepare_stage(config, known, number, count, progress, warn, engine=engine)
     show(f"{stage} {number}/{count}: {done} unit(s) are done" if done else "nothing to do")
 
 

@@ -21,18 +21,14 @@ def report(
     Example: distil report runs/demo/student
     """
     from pretrain import RunError
-    from pretrain.monitor import report as of
+    from pretrain.monitor.report import report as report_of
 
-    found, missing = [], list[str]()
+    found, missing = list[str](), list[str]()
     for run in runs:
         try:
-            found.append(of.report(run))
+            found += report_of(run)
         except RunError as error:
-            if len(runs) == 1:
-                raise
             missing.append(str(error))
     if not found:
         raise RunError(missing[0])
-    for each in found:
-        show(*of.text(each))
-    show(*missing)
+    show(*found, *missing)

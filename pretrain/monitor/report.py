@@ -10,7 +10,6 @@ import math
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,52 +34,8 @@ _NO_TERM = ("kind", "step", "grad_norm", "learning_rate", "epoch", "tokens", *RA
 _OF_ROWS = ("kind", "step", "tokens", "masked_tokens", "constant_accuracy", "unigram_loss")
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """Hold what the files of a run say at one moment."""
-
-    name: str
-    config: RunConfig
-    state: str  # "running (pid 7)", "finished", "interrupted", ...
-    running: bool | None  # None: a process of another machine may still run
-    starts: int
-    num_steps: int | None
-    lines: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
-    checkpoint: int | None
-    error: str
-    size: str  # size of the newest checkpoint's student; "" before the first
-
-    @property
-    def trained(self) -> list[Mapping[str, Any]]:
-        """Return the lines of training."""
-        return [line for line in self.lines if line["kind"] == "train"]
-
-    @property
-    def evaluated(self) -> list[Mapping[str, Any]]:
-        """Return the lines of evaluations."""
-        return [line for line in self.lines if line["kind"] == "evaluation"]
-
-    @property
-    def step(self) -> int:
-        """Return the last step that the files tell of."""
-        return max([self.checkpoint or 0, *(line["step"] for line in self.lines)])
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Return the time to the last step at the speed of the last lines; None if not known."""
-        recent = self.trained[-5:]
-        if self.num_steps is None or len(recent) < 2:
-            return None
-        steps = recent[-1]["step"] - recent[0]["step"]
-        seconds = sum(
-            (after["tokens"] - before["tokens"]) / max(after["tokens_per_second"], 1e-9)
-            for before, after in pairwise(recent)
-        )
-        return seconds / steps * (self.num_steps - self.step) if steps > 0 else None
-
-
-def report(run: Path) -> RunReport:
-    """Read the files of a run.
+def report(run: Path) -> list[str]:
+    """Return what a terminal of 80 columns shows of a run, its name and state first.
 
     Raises:
         RunError: the folder holds none.
@@ -103,20 +58,60 @@ def report(run: Path) -> RunReport:
         said = f"unknown ({held.named} may be at work)"
     else:
         said = "ended without a word: killed, or its machine went down"
-    lines = read_metrics(run / "metrics.jsonl")
-    return RunReport(
-        name=str(run),
-        config=config,
-        state=said,
+    entries = read_metrics(run / "metrics.jsonl")
+    entries = [entry for entry in entries if {"kind", "step"} <= entry.keys()]
+    trained = [entry for entry in entries if entry["kind"] == "train"]
+    evaluated = [entry for entry in entries if entry["kind"] == "evaluation"]
+    checkpoint = state.get("step")
+    step = max([checkpoint or 0, *(entry["step"] for entry in entries)])
+    total = state.get("num_steps") or (status or {}).get("num_steps") or _steps(config)
+    of_total = f" of {total:,} ({step / total:.0%})" if total else ""
+    lines = [f"{run}: {said}", f"step {step:,}{of_total}"]
+    if trained:
+        last = trained[-1]
+        terms = {"loss": last["loss"], **_terms(last)}
+        lines.append(f"at step {last['step']:,}: {_numbers(terms)}")
+        speed = f"{last['tokens_per_second']:,.0f} tokens/s"
         # A start removes the status of the one before.
-        running=held.alive if status is None else bool(held.alive),
-        starts=held.generation,
-        num_steps=state.get("num_steps") or (status or {}).get("num_steps") or _steps(config),
-        lines=[line for line in lines if {"kind", "step"} <= line.keys()],
-        checkpoint=state.get("step"),
-        error="" if held.alive else str((status or {}).get("error", "")),
-        size=_size(sealed[0]) if sealed is not None else "",
+        if held.alive and total and (each := _seconds_per_step(trained[-5:])) is not None:
+            speed += f", {duration(each * (total - step))} left"
+        if "memory" in last:  # not in lines of earlier versions
+            speed += f", {decimal(round(last['memory']))} of memory"
+        lines.append(speed)
+        if "time" in last:
+            then = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["time"]))
+            lines.append(f"last line: {then}, {duration(last['elapsed'])} after its start")
+    if evaluated:
+        last = evaluated[-1]
+        lines.append(f"validation at step {last['step']:,}: {_numbers(_validation(last))}")
+    if sealed is not None:
+        size = f", {shown}" if (shown := _size(sealed[0])) else ""
+        lines.append(f"newest checkpoint: step {checkpoint:,}{size}")
+    if held.generation > 1:
+        lines.append(f"started {held.generation} times")
+    if not held.alive and (error := str((status or {}).get("error", ""))):
+        lines.append(f"error: {error}")
+    wrapped = (
+        textwrap.wrap(
+            line,
+            width=80,
+            initial_indent="  " if place else "",
+            subsequent_indent="    ",
+            break_long_words=False,
+        )
+        for place, line in enumerate(lines)
     )
+    return [part.replace("\xa0", " ") for parts in wrapped for part in parts]
+
+
+def _seconds_per_step(trained: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the time of a step by some lines of training; None if they do not tell."""
+    steps = trained[-1]["step"] - trained[0]["step"]
+    seconds = sum(
+        (after["tokens"] - before["tokens"]) / max(after["tokens_per_second"], 1e-9)
+        for before, after in pairwise(trained)
+    )
+    return seconds / steps if steps > 0 else None
 
 
 def _size(checkpoint: Path) -> str:
@@ -129,48 +124,6 @@ def _size(checkpoint: Path) -> str:
     except (OSError, SafetensorError):
         return ""
     return f"{num:,} parameters, {decimal(file.stat().st_size)} in fp32"
-
-
-def text(found: RunReport) -> list[str]:
-    """Return what a terminal of 80 columns shows of a run, its name and state first."""
-    total = (
-        f" of {found.num_steps:,} ({found.step / found.num_steps:.0%})" if found.num_steps else ""
-    )
-    lines = [f"{found.name}: {found.state}", f"step {found.step:,}{total}"]
-    if found.trained:
-        last = found.trained[-1]
-        terms = {"loss": last["loss"], **_terms(last)}
-        lines.append(f"at step {last['step']:,}: {_numbers(terms)}")
-        speed = f"{last['tokens_per_second']:,.0f} tokens/s"
-        if found.running and (left := found.seconds_left) is not None:
-            speed += f", {duration(left)} left"
-        if "memory" in last:  # not in lines of earlier versions
-            speed += f", {decimal(round(last['memory']))} of memory"
-        lines.append(speed)
-        if "time" in last:
-            then = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["time"]))
-            lines.append(f"last line: {then}, {duration(last['elapsed'])} after its start")
-    if found.evaluated:
-        last = found.evaluated[-1]
-        lines.append(f"validation at step {last['step']:,}: {_numbers(_validation(last))}")
-    if found.checkpoint is not None:
-        size = f", {found.size}" if found.size else ""
-        lines.append(f"newest checkpoint: step {found.checkpoint:,}{size}")
-    if found.starts > 1:
-        lines.append(f"started {found.starts} times")
-    if found.error:
-        lines.append(f"error: {found.error}")
-    wrapped = (
-        textwrap.wrap(
-            line,
-            width=80,
-            initial_indent="  " if place else "",
-            subsequent_indent="    ",
-            break_long_words=False,
-        )
-        for place, line in enumerate(lines)
-    )
-    return [part.replace("\xa0", " ") for parts in wrapped for part in parts]
 
 
 def _steps(config: RunConfig) -> int | None:

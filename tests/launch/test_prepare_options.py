@@ -41,7 +41,6 @@ def config(tmp_path: Path) -> Path:
         (["--stage", "pack"], "units of stage extract are missing"),
         (["--finalize"], "units of stage extract are missing"),
         (["--finalize", "--dry-run"], "--stage, --finalize and --dry-run: use one of them"),
-        (["--engine", "spark"], "--engine spark: no such engine: processes or ray"),
         (["--dry-run", "--upload", "x"], "--upload and --record: need finished shards"),
         (["sources.0.languages=[eng]"], "'eng' is not a language code such as en or de"),
         (["output=s3://bucket/x"], "output: a local folder; `--upload URL` copies the shards"),

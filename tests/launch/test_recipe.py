@@ -137,4 +137,4 @@ def test_a_mistake_in_any_run_is_answered_before_the_first(
 
 def test_two_runs_with_one_output_are_refused(distil: Distil, recipe: Path) -> None:
     output = f"runs.1.output={recipe.parent / 'teacher'}"
-    assert_refused(distil("recipe", recipe, output), "two runs have the output")
+    assert_refused(distil("recipe", recipe, output), "runs 1 and 2 have the output")
