@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -27,7 +26,6 @@ from data_prep.shards.reading import map_labels
 from data_prep.tokens import Tokens, of_shards
 
 _FIELDS = ("document", "url", "title")
-_BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +60,8 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
         unknown = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"][unknown_id]
     kept = sum(source.documents_kept for source in manifest.sources)
     splits = {
-        name: {
-            "rows": split.rows,
-            "tokens": split.tokens,
-            "segments": split.segments,
+        name: split.model_dump(exclude={"shards"})
+        | {
             "shards": len(split.shards),
             "fill": split.tokens / (split.rows * manifest.row_length),
         }
@@ -131,10 +127,8 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
         numbered = Segments(shards)
         numbers = numbered.of_rows([row]).numbers
         texts = numbered.texts(int(numbers[0]), int(numbers[-1]) + 1)
-    entries: list[dict[str, Any]] = []
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-            entries += pa.Table.from_batches([batch]).filter(pc.field("row") == place).to_pylist()
+    of_row = pc.field("row") == place
+    entries = pq.read_table(path, filters=of_row, page_checksum_verification=True).to_pylist()
     found: list[Segment] = []
     for entry in entries:
         start = entry["start"]

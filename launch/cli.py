@@ -91,6 +91,9 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    # Imports of torch and transformers make a million objects that stay. With the default of 700 a
+    # fifth of a start is spent on looking for garbage among them.
+    gc.set_threshold(50_000)
     atexit.register(gc.freeze)  # the interpreter's last search for garbage takes a second
     # Keep child processes of multiprocessing from importing modules of the working directory.
     # Python 3.10 ignores the variable.

@@ -14,7 +14,6 @@ import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -117,21 +116,7 @@ def _meaning(path: Path) -> tuple[str, tuple[str, ...]]:
         elif isinstance(node, ast.ImportFrom):
             imported += [f"{node.module}.{alias.name}" for alias in node.names]
             imported.append(str(node.module))
-    return hashlib.sha256(repr(_shape(tree)).encode()).hexdigest(), tuple(imported)
-
-
-def _shape(node: Any) -> Any:
-    """Return a syntax tree as tuples that are identical in each Python version.
-
-    `ast.dump` spells empty fields differently, and the output of `repr` depends on the version
-    of Unicode.
-    """
-    if isinstance(node, ast.AST):
-        fields = ((name, _shape(value)) for name, value in ast.iter_fields(node))
-        return (type(node).__name__, *(field for field in fields if field[1] not in (None, ())))
-    if isinstance(node, list):
-        return tuple(_shape(item) for item in node)
-    return node if node is None else ascii(node)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(imported)
 
 
 def installed(package: str) -> str:

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from data_prep.pipeline.processes import Function, Report, Results, Work, here, processes
 from data_prep.pipeline.ray_tasks import ray_tasks
 from data_prep.pipeline.store import Store
 
 Engine = Literal["processes", "ray"]
-
-
-class Run(Protocol):
-    """Apply a module-level function to every item; return results in the order of the items.
-
-    An item whose function raises CorpusError is set aside, and the others go on; an item whose
-    worker dies is run once more, with no other item beside it, by `alone` where that is given.
-    FailedError names all that failed at the end, or after many of them. Any other error ends the
-    run at once. The report is called in this process, after each result, and may raise.
-    """
-
-    def __call__(
-        self,
-        function: Function,
-        items: Sequence[Any],
-        report: Report,
-        alone: Function | None = None,
-        /,
-    ) -> list[Any]:
-        """Return the results."""
+Run = Callable[..., list[Any]]
 
 
 @contextmanager
@@ -38,6 +19,12 @@ def started(
     workers: int, engine: Engine = "processes", shared: Store | None = None
 ) -> Iterator[Run]:
     """Yield a function that runs units, and end its processes.
+
+    It applies a module-level function to every item, and returns results in the order of the items.
+    An item whose function raises CorpusError is set aside, and the others go on; an item whose
+    worker dies is run once more, with no other item beside it, by `alone` where that is given.
+    FailedError names all that failed at the end, or after many of them. Any other error ends the
+    run at once. The report is called in this process, after each result, and may raise.
 
     `shared` is where units write to: every node of a cluster must see it.
     """

@@ -8,7 +8,7 @@ import site
 import socket
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -55,8 +55,6 @@ def ray_tasks(workers: int, shared: Store | None) -> Iterator[Work]:
         def work(
             function: Function, items: Sequence[Any], results: Results, alone: Function
         ) -> None:
-            if place.shared is not None:
-                _ask_nodes(place)
             at_once = max(_AT_ONCE, 2 * int(ray.cluster_resources().get("CPU", 0)))
             left = deque(range(len(items)))
             died: list[int] = []
@@ -158,27 +156,6 @@ def num_nodes() -> int:
     return sum(node["Alive"] for node in ray.nodes())
 
 
-def _ask_nodes(place: _Place) -> None:
-    """Let each node look for the marker; CorpusError names those that do not see it, and why."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    look: Any = ray.remote(num_cpus=0, max_retries=0)(_why_not_seen)
-    asked = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            answer = look.options(scheduling_strategy=there).remote(place)
-            asked.append((node["NodeManagerAddress"], answer))
-    blind = dict[str, str]()
-    for name, answer in asked:
-        with suppress(ray.exceptions.RayError):  # the node has just died; its units run elsewhere
-            if (why := ray.get(answer)) is not None:
-                blind[name] = why
-    if blind:
-        raise _not_shared(place, blind)
-
-
 def _why_not_seen(place: _Place) -> str | None:
     """Return why this machine does not see the marker; None if it does."""
     if place.shared is None or place.marker in _seen:
@@ -192,18 +169,15 @@ def _why_not_seen(place: _Place) -> str | None:
     return None
 
 
-def _not_shared(place: _Place, blind: Mapping[str, str]) -> CorpusError:
+def _not_shared(place: _Place, name: str, why: str) -> CorpusError:
     assert place.shared is not None
-    texts = []
-    for why in dict.fromkeys(blind.values()):
-        names = ", ".join(sorted(name for name, each in blind.items() if each == why))
-        texts.append(f"not seen by {names}" + (f" ({why})" if why else ""))
     if "://" in place.shared.url:
         fix = "a node has the environment of its `ray start`: set the store's variables before it"
     else:
         fix = "put it where every node of the cluster sees it, or set `work: URL`, a place "
         fix += "for what the stages write"
-    return CorpusError(f"{one_line(place.shared.url)}: {'; '.join(texts)}: {fix}")
+    why = f" ({why})" if why else ""
+    return CorpusError(f"{one_line(place.shared.url)}: not seen by {name}{why}: {fix}")
 
 
 def _reached_from(address: str) -> str | None:
@@ -230,8 +204,8 @@ def _call(function: Callable[[Any], Any], item: Any, place: _Place) -> Any:
     if os.path.isdir(place.folder):  # a worker begins where `ray start` was called
         os.chdir(place.folder)
     name = socket.gethostname()
-    if (why := _why_not_seen(place)) is not None:  # a node that came later
-        raise _not_shared(place, {name: why})
+    if (why := _why_not_seen(place)) is not None:
+        raise _not_shared(place, name, why)
     try:
         return function(item)
     except CorpusError as error:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_prep import CorpusError
 from data_prep.disk import sync, write_file
-from data_prep.disk.json_files import canonical_sha256, parse_object, read_regular, self_sha256
+from data_prep.disk.json_files import canonical_sha256, read_regular, self_sha256
 from data_prep.pipeline.code import Code, code_of
 from data_prep.shards.manifest import FileRecord
 from data_prep.shards.writing import file_record
@@ -165,14 +165,8 @@ class Unit:
 
     def other_code(self) -> str:
         """Return how the code differs that wrote this unit; "" if it does not, or none is there."""
-        if record := self.record(any_code=True):
-            return record.code.differences(self.code)
-        try:
-            values = parse_object(read_regular(self.folder.with_suffix(".json")))
-        except (OSError, ValueError):
-            return ""
-        old = "identity" in values and "code" not in values
-        return "of a release that did not record it" if old else ""
+        record = self.record(any_code=True)
+        return record.code.differences(self.code) if record else ""
 
 
 def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> UnitRecord:

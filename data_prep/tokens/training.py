@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,21 +58,6 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], settings: TrainWordPiece
     assert vocabulary[: len(leading)] == leading
     origin = "the trained vocabulary"
     return word_piece(vocabulary, **rules, normalization=unicode, origin=origin)
-
-
-def stripped_words(texts: Iterator[str]) -> dict[str, Any]:
-    """Count the words, and those that stripping accents changes; the first of them in `example`."""
-    strip = normalizers.BertNormalizer(False, False, strip_accents=True, lowercase=False)
-    stripped = lru_cache(2**16)(strip.normalize_str)
-    counts: dict[str, Any] = {"words": 0, "changed": 0, "example": ""}
-    for text in texts:
-        words = text.split()
-        counts["words"] += len(words)
-        for word in words:
-            if not word.isascii() and (plain := stripped(word)) != word:
-                counts["changed"] += 1
-                counts["example"] = counts["example"] or f"{word[:40]} -> {plain[:40]}"
-    return counts
 
 
 # RoBERTa's, in the order of their ids 0 to 4. Positions of a RoBERTa begin after the id of <pad>.

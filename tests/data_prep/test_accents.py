@@ -96,30 +96,6 @@ def test_a_manifest_without_normaliser_is_still_valid(make_corpus: Any) -> None:
     assert verify(output) == []
 
 
-@pytest.mark.parametrize(("share", "warned"), [(0.005, False), (0.02, True)], ids=["less", "more"])
-def test_prepare_warns_when_stripping_changes_more_than_one_word_in_a_hundred(
-    make_corpus: Any, share: float, warned: bool
-) -> None:
-    words = ["plain"] * 999  # and a number, in each document
-    words[: round(1000 * share)] = ["einf\u00fcgen"] * round(1000 * share)
-    stripped = {"train": {"vocab_size": 200, "strip_accents": True}}
-    said: list[str] = []
-    make_corpus([" ".join(words)] * 10, tokenizer=stripped, validation=0, warn=said.append)
-    found = [text for text in said if "accents" in text]
-    assert len(found) == warned
-    if warned:
-        assert "2.0%" in found[0] and "einf\u00fcgen -> einfugen" in found[0]
-        assert "tokenizer.train.strip_accents: false" in found[0]
-
-
-def test_no_warning_where_accents_are_kept(make_corpus: Any) -> None:
-    kept = {"train": {"vocab_size": 200}}
-    said: list[str] = []
-    config = make_corpus([TEXT] * 20, tokenizer=kept, validation=0, warn=said.append)
-    assert not any("accents" in text for text in said)
-    assert "\u00fc" in (config.output / "tokenizer" / "vocab.txt").read_text("utf-8")
-
-
 TEXTS = (
     TEXT,
     "einfu\u0308gen na\u00efve \u1e69 \u00f8re \u0130stanbul \u00df",

@@ -314,19 +314,3 @@ def test_saved_and_loaded_is_the_same_and_the_same_bytes(tmp_path: Path) -> None
         for ours, theirs in zip(index, loaded.by_length[length], strict=True):
             assert (ours == theirs).all()
     assert overlap(loaded, sentence(50, seed=2)) == (38, ("2.txt",))
-
-
-def test_load_refuses_files_that_save_did_not_write(
-    tmp_path: Path, planted: Contamination, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "other").write_bytes(b"\x80\x04}q\x00." * 9)
-    monkeypatch.setattr(decontamination, "ALGORITHM", "13-grams 0")
-    save(planted, tmp_path / "old")
-    monkeypatch.undo()
-    for name, problem in (
-        ("other", "no index of evaluation files"),
-        ("none", "no index of evaluation files"),
-        ("old", "a different version"),
-    ):
-        with pytest.raises(CorpusError, match=f"{name}: .*{problem}"):
-            load(tmp_path / name)

@@ -514,19 +514,3 @@ def test_shards_without_recorded_code_are_refused_in_one_line(make_config: Any) 
     for _ in range(2):
         assert prepare(config, accept_code=True).digest == digest
     assert prepare(config).digest == digest
-
-
-def test_units_without_recorded_code_are_reported_in_one_line(make_config: Any) -> None:
-    config = make_config()
-    prepare_stage(config, "extract", **SMALL)
-    for record in (config.output / ".work" / "extract").glob("*.json"):
-        values = json.loads(record.read_text())
-        del values["code"]
-        record.write_text(json.dumps(values))
-    with pytest.raises(CorpusError, match="a release that did not record it"):
-        prepare_stage(config, "match", **SMALL)
-    with pytest.raises(CorpusError, match="run all tasks with one version"):
-        prepare_stage(config, "extract", 1, 2, **SMALL)
-    warnings: list[str] = []
-    prepare(config, warn=warnings.append, **SMALL)
-    assert len(warnings) == 1 and "making them again" in warnings[0]

@@ -24,7 +24,7 @@ from data_prep.pipeline.stages.documents import read_index, read_part
 from data_prep.pipeline.units import Planned, Stage
 from data_prep.shards.manifest import TokenizerRecord
 from data_prep.tokens import load
-from data_prep.tokens.training import stripped_words, train_tokenizer
+from data_prep.tokens.training import train_tokenizer
 
 if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan
@@ -77,11 +77,8 @@ def _plan(plan: Plan) -> Iterator[Planned]:
 
 def vocabulary(task: VocabularyTask, folder: Path) -> dict[str, Any]:
     """Write the tokenizer's files."""
-    accents = {}
     if isinstance(task.tokenizer, TrainWordPiece | TrainByteLevelBPE):
         tokens = train_tokenizer(lambda: _texts(task), task.tokenizer)
-        if task.tokenizer.strip_accents:
-            accents = {"accents": stripped_words(_texts(task))}
     else:
         tokens = load(task.tokenizer)
     tokens.save(folder, task.model_max_length)
@@ -91,7 +88,7 @@ def vocabulary(task: VocabularyTask, folder: Path) -> dict[str, Any]:
             f"{tokens.origin}: on {socket.gethostname()} it is another tokenizer than where the "
             "command was given, or it has changed since: let all machines have the same files"
         )
-    return {"tokenizer": record.model_dump(mode="json"), "normaliser": tokens.normaliser, **accents}
+    return {"tokenizer": record.model_dump(mode="json"), "normaliser": tokens.normaliser}
 
 
 def _texts(task: VocabularyTask) -> Iterator[str]:
@@ -108,20 +105,9 @@ def _texts(task: VocabularyTask) -> Iterator[str]:
                 yield document.text
 
 
-def _warnings(result: dict[str, Any]) -> Iterator[str]:
-    found = result.get("accents")
-    if found and found["changed"] > found["words"] / 100:
-        yield (
-            f"stripping accents changes {found['changed'] / found['words']:.1%} of the words "
-            f"behind the vocabulary ({found['example']}): set "
-            "`tokenizer.train.strip_accents: false` to keep them"
-        )
-
-
 STAGE = Stage(
     "vocabulary",
     _plan,
     vocabulary,
     reads={"extract": ("index.arrow", "part-*"), "deduplicate": ("*-fates.npy",)},
-    warnings=_warnings,
 )
