@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import socket
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support import warm
 from support.processes import ROOT, in_a_process, unused_port, wait_until
 
@@ -60,6 +58,8 @@ def test_a_version_outside_of_what_setup_allows_fails(monkeypatch: pytest.Monkey
 def test_inputs_of_a_run_are_loaded_as_it_would(distil: Distil, run: Path) -> None:
     assert distil("doctor", run, "train.num_workers=0").code == 0
     assert not (run.parent / "out").exists()
+    code, _, err = distil("doctor", "shipped:glue.yaml")
+    assert code == 2 and "is a recipe: distil recipe" in err
     code, out, _ = distil("doctor", run, "shards=/nowhere")
     assert code == 2 and "fail  run: /nowhere" in out and out.endswith("1 check(s) failed\n")
 
@@ -75,16 +75,6 @@ def test_a_run_that_was_interrupted_is_well(distil: Distil, run: Path) -> None:
     assert code == 2 and "precision was bf16" in out
     (output,) = (path.parent for path in run.parent.glob("*/config.json"))
     assert "run: shards" in distil("doctor", output).out
-
-
-def test_a_recipe_is_checked_as_at_its_start(distil: Distil, run: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    values = yaml.safe_load(run.read_text(encoding="utf-8"))
-    recipe.write_text(json.dumps({"runs": [values]}), encoding="utf-8")
-    code, out, err = distil("doctor", recipe)
-    assert code == 0 and "ok    recipe: the inputs of its 1 stage(s) fit each other" in out, err
-    code, out, _ = distil("doctor", recipe, "runs.0.shards=/nowhere")
-    assert code == 2 and "fail  recipe: /nowhere" in out and out.endswith("1 check(s) failed\n")
 
 
 def test_a_disk_that_is_too_small_fails(run: Path) -> None:
