@@ -22,6 +22,7 @@ from data_prep.messages import warn
 from launch.console import print_table, show
 from pretrain import RunError
 from pretrain.contracts.terms import Sizes
+from pretrain.model.architectures import longest_row
 from pretrain.monitor.figures import Figure
 
 if TYPE_CHECKING:
@@ -295,15 +296,12 @@ def _facts(model: str, of_labels: bool) -> Facts:
             f"{model}: is a {name or 'model of no known kind'}, which this command does not make "
             f"smaller; {also}distil recipe shipped:tasks-english.yaml has other tasks"
         )
-    positions = int(raw.get("max_position_embeddings", 512))
+    positions = longest_row(raw)
     if not masked and not of_labels:  # a folder of sentence-transformers may read less
         with suppress(OSError, RunError):
             settings = "sentence_bert_config.json"
             file = folder / settings if folder.is_dir() else config_file(model, settings)
             positions = min(positions, int(read_json(model, file).get("max_seq_length", positions)))
-    positions -= 2 * (
-        sizes.family in ("roberta", "xlm-roberta", "camembert")
-    )  # begin behind padding's
     kind = "labels" if of_labels else "masked" if masked else "encoder"
     listed = tuple(str(names[str(i)]) for i in range(len(names))) if classifier else None
     return Facts(kind, sizes, positions, listed)

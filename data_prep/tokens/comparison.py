@@ -12,17 +12,19 @@ from data_prep.tokens.tokenizer import PROBE
 _WORDS = 1000  # so many words of the vocabulary, in title case and with accents
 
 
-def difference(folder: Path, shards: Path, manifest: Manifest) -> str:
+def difference(folder: Path, shards: Path, manifest: Manifest, *, agrees: bool = True) -> str:
     """Say in which text the tokenizer in `folder` makes other ids than the shards'; "" if in none.
 
-    Two tokenizers may share a vocabulary and differ in case, accents or how they part words.
+    Two tokenizers may share a vocabulary and differ in case, accents or how they part words. With
+    `agrees` transformers must read the folder as we do.
 
     Raises:
         CorpusError: one of them cannot be read.
     """
     ours = of_shards(shards, manifest)
     json = (folder / "tokenizer.json").is_file()
-    theirs = load(JsonTokenizer(path=folder, **ours.names) if json else folder)
+    spec = JsonTokenizer(path=folder, **ours.names) if json else folder
+    theirs = load(spec, agrees=agrees)
     words = [word for word in ours.vocabulary if word.isalpha()][:_WORDS]
     accented = " ".join(f"{word}\u0301" for word in words)
     texts = [*PROBE, " ".join(words).title(), accented]

@@ -17,12 +17,15 @@ from data_prep.tokens.tokenizer import NAMES, Tokens, explained
 _BERT = ("Bert", "DistilBert", "Electra")  # classes of which all is in vocab.txt
 
 
-def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
-    """Load a folder, tokenizer.json, vocab.txt, hub name or vocabulary; CorpusError if unusable."""
+def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer, *, agrees: bool = True) -> Tokens:
+    """Load a folder, tokenizer.json, vocab.txt, hub name or vocabulary; CorpusError if unusable.
+
+    With `agrees` a folder is refused of which transformers makes another tokenizer.
+    """
     if isinstance(spec, JsonTokenizer):
         path, names = spec.path, spec.model_dump(exclude={"path"}, exclude_none=True)
         if path.is_dir():
-            return _of_folder(path, names)
+            return _of_folder(path, names, agrees)
         return _from_json(path, names)
     if isinstance(spec, VocabularyTokenizer):
         vocabulary = read_vocabulary(spec.vocab)
@@ -44,7 +47,7 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
         return _with_special_tokens(backend, vocabulary, str(spec.vocab))
     path = Path(spec)
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        return _of_folder(path, {})
+        return _of_folder(path, {}, agrees)
     if path.is_dir() and (path / "vocab.txt").is_file():
         said = settings_of(path)
         kind = str(said.get("tokenizer_class", "BertTokenizer"))
@@ -61,7 +64,8 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
             said.get("tokenize_chinese_chars", True),
             origin=str(path / "vocab.txt"),
         )
-        check_agreement(path, tokens.backend)
+        if agrees:
+            check_agreement(path, tokens.backend)
         return tokens
     if path.is_file():
         if path.suffix == ".json":
@@ -205,10 +209,10 @@ def _parse(path: Path, data: bytes) -> Tokenizer:
         return Tokenizer.from_str(data.decode())
 
 
-def _of_folder(folder: Path, names: dict[str, str]) -> Tokens:
-    """Read a folder's tokenizer.json; CorpusError if transformers reads texts otherwise."""
+def _of_folder(folder: Path, names: dict[str, str], agrees: bool) -> Tokens:
     tokens = _from_json(folder / "tokenizer.json", _names(folder) | names)
-    check_agreement(folder, tokens.backend, named="tokenizer_class" in settings_of(folder))
+    if agrees:
+        check_agreement(folder, tokens.backend, named="tokenizer_class" in settings_of(folder))
     return tokens
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.filesize import decimal
@@ -19,7 +20,9 @@ from pretrain.contracts.terms import Sizes
 from pretrain.device.fitting import largest, sizes
 from pretrain.device.footprint import Footprint
 from pretrain.device.precision import check_precision
-from pretrain.model.architectures import architecture_of
+from pretrain.model.architectures import architecture_of, longest_row
+from pretrain.model.config_file import read_config
+from pretrain.model.hub import config_file
 from pretrain.plan import Plan, Planned, plan
 from pretrain.run_folder import sealed_state
 
@@ -115,14 +118,9 @@ def compare_models(config: RunConfig, made: Made) -> None:
     """
     if real(config.shards) in made or not (config.shards / MANIFEST).exists():
         return
-    from pretrain.model.task_head import labels_of
-    from pretrain.model.teacher import check_fit
-    from pretrain.tasks.labelled.examples import check_labels, config_of_head
-    from pretrain.tasks.labelled.prediction import check_logits
-    from pretrain.tasks.task_heads import HEADS
+    from pretrain.model.vocabulary_file import check_tokenizer
 
-    manifest = load_manifest(config.shards)
-    head = HEADS.get(manifest.kind)
+    manifest, needs = load_manifest(config.shards), config.objective.needs
     for key, name in config.sources().items():
         folder, state, who = Path(name), None, f"{key} {name}"
         if (sealed := sealed_state(folder)) is not None:
@@ -132,11 +130,28 @@ def compare_models(config: RunConfig, made: Made) -> None:
         is_teacher = key == "teacher"
         if not is_teacher or config.model is None:  # else its tokenizer may be any
             same = is_teacher and config.teacher_vocabulary == "same"
-            check_fit(who, folder, manifest, shards=config.shards, required=not same)
-        if is_teacher and head and config.task.has_head and config.objective.needs.soft:
-            raw = config_of_head(who, folder, state, head.output)
-            check_labels(who, labels_of(raw, head.output), manifest.labels)
+            raw = read_config(who, folder)
+            size = raw.get("vocab_size", manifest.tokenizer.vocab_size)
+            sizes = SimpleNamespace(vocab_size=size, pad_token_id=raw.get("pad_token_id"))
+            check_tokenizer(
+                who, folder, sizes, manifest, config.shards, required=not same, agrees=False
+            )
+            if manifest.row_length > (longest := longest_row(raw)):
+                raise RunError(
+                    f"{who}: rows of {manifest.row_length} tokens need as many positions, but it "
+                    f"has {longest}; prepare the corpus with row_length: {longest}"
+                )
+        if is_teacher and manifest.has_labels and config.task.has_head and needs.soft:
+            from pretrain.model.task_head import labels_of
+            from pretrain.tasks.labelled.examples import check_labels, config_of_head
+            from pretrain.tasks.task_heads import HEADS
+
+            if (head := HEADS.get(manifest.kind)) is not None:
+                raw = config_of_head(who, folder, state, head.output)
+                check_labels(who, labels_of(raw, head.output), manifest.labels)
     if config.vectors is None and config.answers is not None and config.answers.is_file():
+        from pretrain.tasks.labelled.prediction import check_logits
+
         check_logits(config.answers, manifest, None)
 
 
@@ -183,10 +198,11 @@ def assumed(
 
 def _read(name: str) -> dict[str, Any] | None:
     """Return a model's config.json, also of a hub; None if it cannot be read."""
-    from pretrain.model.folder import model_config
-
     try:
-        return model_config(f"teacher {name}", name)
+        if not Path(name).is_dir():
+            return read_config(f"teacher {name}", config_file(name).parent)
+        sealed = sealed_state(Path(name))
+        return read_config(name, sealed[0] / "student" if sealed is not None else Path(name))
     except (OSError, RunError):  # a run that was not trained yet; the next step says what is wrong
         return None
 

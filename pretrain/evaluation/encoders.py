@@ -19,11 +19,11 @@ from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.evaluation.validation import students_at_start
 from pretrain.model.folder import Loaded, model_config, read_model
-from pretrain.model.model_files import read_tokenizer
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.session import OnnxEncoder, model_folder
 from pretrain.model.teacher import Teacher
+from pretrain.model.vocabulary_file import read_tokenizer
 from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.task_metrics import pearson, places, ranks, spearman

@@ -32,7 +32,8 @@ from pretrain.model.families import MaskedLM, encode, family_of, shape_of
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
 from pretrain.model.session import Session, batches, model_folder
-from pretrain.model.teacher import Teacher, check_fit, check_vocabulary, load_teacher
+from pretrain.model.teacher import Teacher, check_fit, load_teacher
+from pretrain.model.vocabulary_file import check_vocabulary
 from pretrain.monitor.figures import Figure, interval, resamples
 from pretrain.objectives.vocabulary_terms import cross_entropy, kl_divergence
 from pretrain.plan import default_layers

@@ -25,7 +25,8 @@ from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
 from pretrain.model.session import Session, model_folder
 from pretrain.model.task_head import CLASSES, TaskHead, check_head, labels_of
-from pretrain.model.teacher import check_fit, check_tokenizer
+from pretrain.model.teacher import check_fit
+from pretrain.model.vocabulary_file import check_tokenizer
 from pretrain.monitor.figures import Figure, interval, resamples, share
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.labelled.examples import LabelledRows, check_labels, task_head_of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from pretrain import RunError
 from pretrain.contracts.terms import Sizes
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from pretrain.model.model_config import Student
 
 _DISTILBERT = "distilbert"
+_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 _CUT_TO_IT = ("bert", _DISTILBERT)  # families whose student is a DistilBERT by default
 
 
@@ -88,6 +90,14 @@ class BiLstm(Architecture):
         """Return the sizes; none are the teacher's."""
         own = config.hidden_size or 300, config.num_layers or 1, 1
         return Sizes("bilstm", *own, config.intermediate_size or 200)
+
+
+def longest_row(raw: Mapping[str, Any]) -> int:
+    """Return for how many tokens a config.json has positions, as `Family.row_length`."""
+    # Some families begin behind the position of padding.
+    behind = raw.get("model_type") in _BEHIND_PADDING
+    first = (raw.get("pad_token_id", 1) or 0) + 1 if behind else 0
+    return int(raw.get("max_position_embeddings", 512)) - first
 
 
 _OTHERS = {"bilstm": BiLstm()}

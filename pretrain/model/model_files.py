@@ -1,4 +1,4 @@
-"""Read the files of a model without running any code: tensors and vocabulary.
+"""Read the weights of a model without running any code.
 
 `transformers` gets a config and tensors from here and never a folder: files in a folder can make it
 load code (auto_map, attention kernels), pickles, adapters and other repositories. In every function
@@ -7,35 +7,20 @@ the message of a RunError begins with `who`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
 from data_prep.messages import first_line
-from data_prep.tokens.agreement import SETTINGS
-from data_prep.tokens.tokenizer import as_value_errors
 from pretrain import RunError
-from pretrain.model.config_file import read_json, read_text
+from pretrain.model.config_file import read_json
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
-_LONGEST_VOCABULARY = 2**28  # bytes
-_MOST_HOLES = 2**20  # ids without a token
 _SAFE_UNPICKLER = (2, 10)  # torch 2.10: before, weights_only was not safe (CVE-2026-24747)
-_ROLES = ("pad", "unk", "cls", "sep", "mask")
-
-
-class Words(NamedTuple):
-    """Hold a tokenizer's tokens in id order, and the ids of the special tokens that it names."""
-
-    vocabulary: list[str]
-    special_ids: dict[str, int | None]  # keys as in the shards' manifest; None: no such token
 
 
 def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, Tensor]:
@@ -90,56 +75,6 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
             )
         tensors |= {name: found[name] for name in (found if listed is None else listed)}
     return tensors
-
-
-def read_tokenizer(who: str, folder: Path) -> str:
-    """Return the content of tokenizer.json; empty if there is none."""
-    path = folder / "tokenizer.json"
-    return read_text(who, path, _LONGEST_VOCABULARY) if os.path.lexists(path) else ""
-
-
-def read_words(who: str, folder: Path) -> Words | None:
-    """Read the vocabulary from tokenizer.json or vocab.txt; return None if there is neither.
-
-    Transformers prefers tokenizer.json, so if both exist they must have the same tokens.
-    """
-    ids: dict[str, int] = {}
-    try:
-        if text := read_tokenizer(who, folder):
-            with as_value_errors():
-                ids = Tokenizer.from_str(text).get_vocab()
-        if os.path.lexists(folder / "vocab.txt"):
-            text = read_text(who, folder / "vocab.txt", _LONGEST_VOCABULARY)
-            listed = {word: id for id, word in enumerate(text.rstrip("\n").split("\n"))}
-            if ids and (other := [word for word, id in listed.items() if ids.get(word) != id]):
-                raise RunError(
-                    f"{who}: its vocab.txt and its tokenizer.json differ, in {other[0]!r} for "
-                    "instance; remove the one that is wrong"
-                )
-            ids = ids or listed
-    except RunError:
-        raise
-    except ValueError as error:
-        raise RunError(f"{who}: its tokenizer cannot be read ({first_line(error)})") from error
-    special: dict[str, int | None] = {}
-    for name in SETTINGS:
-        settings = read_json(who, folder / name) if os.path.lexists(folder / name) else {}
-        for role in _ROLES:
-            token = settings.get(f"{role}_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                special[role] = ids.get(token)
-    # By id: an id without a token is empty, as in the shards' vocabulary.
-    size = max(ids.values(), default=-1) + 1
-    if size > _MOST_HOLES + 2 * len(ids):
-        raise RunError(
-            f"{who}: its tokenizer has {len(ids):,} tokens and ids up to {size - 1:,}; save the "
-            "tokenizer again"
-        )
-    vocabulary = [""] * size
-    for word, id in ids.items():
-        vocabulary[id] = word
-    return Words(vocabulary, special) if ids else None
 
 
 def _weight_files(who: str, folder: Path, name: str) -> dict[Path, set[str] | None]:

@@ -33,8 +33,9 @@ from pretrain.contracts.packing import find_documents
 from pretrain.model.config_file import read_config, read_text
 from pretrain.model.families import MaskedLM, encode, family_of
 from pretrain.model.loading import FLOATS
-from pretrain.model.model_files import read_tensors, read_tokenizer
+from pretrain.model.model_files import read_tensors
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead
+from pretrain.model.vocabulary_file import read_tokenizer
 
 # sentence-transformers reads the first of these files.
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")

@@ -20,7 +20,8 @@ from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length, reinitialise
 from pretrain.model.model_config import Model, Student
-from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
+from pretrain.model.teacher import Teacher, parameters_sha256
+from pretrain.model.vocabulary_file import check_tokenizer
 from pretrain.model.word_vectors import read_vectors
 from pretrain.plan import default_layers
 from pretrain.run_folder import check_source

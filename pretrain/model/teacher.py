@@ -5,27 +5,18 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from data_prep.shards import CorpusError, Manifest, vocabulary_sha256
-from data_prep.tokens.comparison import difference
-from pretrain import RunError
+from data_prep.shards import Manifest
 from pretrain.model.config_file import read_config
 from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import TooFewPositions, check_row_length, known_family
-from pretrain.model.model_files import read_tokenizer, read_words
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import read_head
+from pretrain.model.vocabulary_file import DifferentTokenizer, check_tokenizer, read_tokenizer
 from pretrain.run_folder import check_source
-
-MOST_PADDING = 128  # embeddings beyond the tokenizer's, where no tokenizer can be compared
-
-
-class DifferentTokenizer(RunError):
-    """Report that a model reads other ids than the shards hold."""
 
 
 @dataclass(frozen=True)
@@ -124,45 +115,6 @@ def load_teacher(
     return read_model(name, read, who=who, needs_head=needs_head, of_task=of_task)
 
 
-def check_tokenizer(
-    who: str,
-    folder: Path,
-    config: Any,
-    manifest: Manifest,
-    shards: Path | None,
-    *,
-    required: bool = True,
-) -> None:
-    """Refuse a model that reads other ids than the shards hold.
-
-    Args:
-        who: the beginning of a message.
-        folder: of the model.
-        config: of the model.
-        manifest: of the shards.
-        shards: their folder; None compares vocabularies only.
-        required: refuse a folder without tokenizer files, and compare whole texts, too.
-
-    Raises:
-        DifferentTokenizer: the message begins with `who`.
-        RunError: one of the two tokenizers cannot be read.
-    """
-    # First the vocabulary, then whole texts: the same tokens may still be cut differently (case,
-    # accents).
-    check_vocabulary(who, folder, config, manifest, required=required)
-    if required and shards is not None:
-        try:
-            found = difference(folder, shards, manifest)
-        except CorpusError as error:
-            raise RunError(f"{who}: its tokenizer cannot be compared ({error})") from None
-        if found:
-            raise DifferentTokenizer(
-                f"{who}: it splits text differently from the shards: {found}; prepare the corpus "
-                "with its tokenizer, or, if you are sure, set `teacher_vocabulary: same` (distil "
-                "evaluate: --same-vocabulary)"
-            )
-
-
 def parameters_sha256(model: nn.Module) -> str:
     """Return a checksum of names and values of all parameters."""
     digest = hashlib.sha256()
@@ -171,49 +123,6 @@ def parameters_sha256(model: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def check_vocabulary(
-    who: str, folder: Path, config: Any, manifest: Manifest, *, required: bool = True
-) -> None:
-    """Refuse a model whose vocabulary is not that of the shards.
-
-    Args:
-        who: the beginning of the message.
-        folder: of the model.
-        config: its config.
-        manifest: of the shards.
-        required: refuse a folder without tokenizer files; otherwise compare size and padding.
-    """
-    tokenizer = manifest.tokenizer
-    words = read_words(who, folder)
-    # More embeddings than tokens are padding: no text has their ids, no term reads their logits.
-    padding = config.vocab_size - tokenizer.vocab_size
-    if padding < 0 or (words is None and padding >= MOST_PADDING):
-        raise DifferentTokenizer(
-            f"{who}: its vocabulary has {config.vocab_size} tokens, that of the shards "
-            f"{tokenizer.vocab_size}; prepare the corpus with its tokenizer"
-        )
-    if words is None and required:
-        raise DifferentTokenizer(
-            f"{who}: no vocab.txt or tokenizer.json, so its vocabulary cannot be compared with the "
-            "shards'; add its tokenizer files, or, for a run's teacher whose tokenizer the corpus "
-            "was prepared with, set `teacher_vocabulary: same` (distil evaluate: --same-vocabulary)"
-        )
-    if words and vocabulary_sha256(words.vocabulary) != tokenizer.vocabulary_sha256:
-        raise DifferentTokenizer(
-            f"{who}: its vocabulary has other tokens or ids than the shards'; prepare the corpus "
-            "with its tokenizer"
-        )
-    # Equal vocabularies may still use a token for another role.
-    special = [] if config.pad_token_id is None else [("pad", config.pad_token_id)]
-    for role, id in [*special, *(words.special_ids.items() if words else ())]:
-        expected = getattr(tokenizer.special_ids, role)
-        if id != expected:
-            raise DifferentTokenizer(
-                f"{who}: its {role} token has id {id}, the shards' has {expected}; prepare the "
-                "corpus with its tokenizer"
-            )
 
 
 def check_fit(

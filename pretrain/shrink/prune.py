@@ -50,7 +50,7 @@ from pretrain.model.families import FAMILIES, encode, family_of
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
 from pretrain.model.task_head import TaskHead, check_head, with_head
-from pretrain.model.teacher import check_tokenizer
+from pretrain.model.vocabulary_file import check_tokenizer
 from pretrain.shrink.smaller import write_smaller
 from pretrain.tasks.labelled.examples import LabelledRows, check_labels, task_head_of
 from pretrain.tasks.mlm.examples import MaskedRows, evaluation_masking

@@ -172,7 +172,7 @@ def test_any_folder_may_be_named(tmp_path: Path, name: str) -> None:
     [
         ({"max_position_embeddings": 4096}, 512),
         ({"max_position_embeddings": 40}, 40),
-        ({"max_position_embeddings": 66, "model_type": "roberta"}, 64),
+        ({"max_position_embeddings": 66, "model_type": "roberta", "pad_token_id": 1}, 64),
         ({"max_position_embeddings": 512, "max_seq_length": 256}, 256),
     ],
 )

@@ -140,7 +140,7 @@ def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
 
     If texts are kept, texts.arrow as well.
     """
-    tokens = load(task.tokenizer)
+    tokens = load(task.tokenizer, agrees=False)  # what `Tokens.save` writes is read as it is
     tokens.origin = "the tokenizer of the corpus"  # not the copy of it that is read here
     sample: list[str] = []
     size = 0
