@@ -53,6 +53,7 @@ setup(
         "launch": [
             "py.typed",
             "curves.json",
+            "recipes/*.yaml",
             "accelerate/*.yaml",
             "deepspeed/*.json",
             "slurm/*.sbatch",

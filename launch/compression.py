@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_prep.examples.labelled_files import read_records
@@ -40,86 +41,8 @@ _HEAD = """\
 #
 # which continues after an interruption. After a change here: {again}
 """
-_TEXTS = """\
-runs:
-  - stage: prepare
-    output: {shards}
-    tokenizer: {model}
-    row_length: {length}
-    sources:
-      - {source}
-    deduplicate: {{documents: exact}}
-    validation: 0.05
-  - output: {run}
-    shards: {shards}
-    teacher: {model}
-{student}
-    checkpoint: {{every: 200, keep: 1}}
-    logging: {{every: 25}}
-  - {{stage: export, output: {made}, run: {run}, int8: true, max_drop: 0.05}}
-  - stage: evaluate
-    output: {scores}
-    models: [{run}, {int8}]
-    data: {shards}
-    timed: true
-"""
-# configs/embedding-3x384.yaml, configs/demo.yaml
-_VECTORS = """\
-    # Its vector is the mean over its tokens, whatever the teacher's is.
-    student: {{architecture: same, num_layers: {layers}, dropout: 0.0, attention_dropout: 0.0}}
-    objective: {{name: embedding, cosine: 1.0, similarity: 1.0}}
-    optimizer: {{learning_rate: {rate:.1e}, warmup_ratio: 0.05, max_grad_norm: 1.0}}
-    train: {{{steps}, global_batch_size: 4, micro_batch_size: 4}}
-    evaluation: {{every: 0, rows: 64}}"""
-_MASKED = """\
-    student: {{num_layers: {layers}, dropout: 0.0, attention_dropout: 0.0}}
-    objective: {{name: distilbert, kl: 5.0, mlm: 2.0, cosine: 1.0, kl_positions: masked}}
-    masking: {{probability: 0.15, mode: uniform}}
-    optimizer: {{learning_rate: {rate:.1e}, warmup_ratio: 0.05, max_grad_norm: 5.0}}
-    train: {{{steps}, global_batch_size: 32, micro_batch_size: 32}}
-    evaluation: {{every: 0, rows: 512}}"""
-# configs/tasks-english.yaml. `alone` is the control: the same layers learn from the labels only.
-_LABELS = """\
-defaults:
-  shards: {shards}
-  task: {{name: classification}}
-  optimizer:
-    {{learning_rate: {rate:.1e}, warmup_ratio: 0.1, max_grad_norm: 1.0, weight_decay: 0.01}}
-  train: {{{steps}, global_batch_size: 32, micro_batch_size: 32}}
-  evaluation: {{every: 0, rows: 10000}}
-  checkpoint: {{every: 200, keep: 1}}
-  logging: {{every: 25}}
-runs:
-  - stage: examples
-    output: {shards}
-    task: {{name: classification, text: {text}, label: {label}{labels}}}
-    train: {data}
-    validation: 0.1
-    tokenizer: {model}
-    max_length: {length}
-    longer: cut
-{tuned}  - output: {run}
-    teacher: {teacher}
-    student: {{architecture: same, num_layers: {layers}}}
-    objective: {{name: kd, temperature: 2.0, soft: 0.5, hard: 0.5}}
-  - output: {alone}
-    teacher: {model}
-    student: {{architecture: same, num_layers: {layers}}}
-    objective: {{name: kd, soft: 0.0, hard: 1.0}}
-  - {{stage: export, output: {made}, run: {run}, int8: true, max_drop: 0.05}}
-  - stage: evaluate
-    output: {scores}
-    models: [{run}, {alone}, {int8}]
-    teacher: {teacher}
-    data: {shards}
-    timed: true
-"""
-_TUNED = """\
-  - output: {tuned_run}
-    objective: {{name: finetune}}
-    model: {{init: {model}}}
-    optimizer: {{learning_rate: {rate:.1e}}}
-"""
+# Of what shipped configs measure: embedding-3x384, demo, tasks-english.
+_RECIPES = Path(__file__).with_name("recipes")
 _SHOWN = {
     "encoder": ("similarity", "cosine"),
     "masked": ("accuracy", "agreement"),
@@ -320,6 +243,7 @@ def _recipe(
     """Return the text of the recipe. Its strings are quoted as JSON, which YAML reads."""
     of_labels = facts.kind == "labels"
     rate, measured_at = _RATES[facts.kind]
+    rate *= measured_at / facts.sizes.hidden_size
     places = {"shards": "shards", "run": "student", "alone": "alone", "made": "model"}
     places |= {"tuned_run": "teacher", "scores": "scores"}
     places |= {"int8": "model/onnx/model_quantized.onnx"}
@@ -329,7 +253,7 @@ def _recipe(
         "layers": layers,
         "length": min(_LONGEST[facts.kind], facts.positions),
         "steps": f"max_steps: {steps}" if steps else f"epochs: {3 if of_labels else 1}",
-        "rate": rate * measured_at / facts.sizes.hidden_size,
+        "rate": f"{rate:.1e}",
     }
     options = {"labels" if of_labels else "texts": data, "layers": layers, "output": out}
     options |= {"column": column} if column != "text" else {}
@@ -338,7 +262,7 @@ def _recipe(
     words = [f"--{name}={value}" for name, value in options.items()]
     if of_labels:
         _check_table(data, column, label, facts.labels)
-        tuned = _TUNED.format(**values | {"rate": values["rate"] / 2})
+        tuned = _filled("tuned", values | {"rate": f"{rate / 2:.1e}"})
         values |= {
             "data": _quoted(str(data)),
             "text": _quoted(column),
@@ -347,13 +271,13 @@ def _recipe(
             "teacher": values["model"] if facts.labels else values["tuned_run"],
             "tuned": "" if facts.labels else tuned,
         }
-        what, body = "labels and soft labels", _LABELS.format(**values)
+        what, body = "labels and soft labels", _filled("labels", values)
     else:
         source = _quoted(_source(data, column, facts.kind))
         encoder = facts.kind == "encoder"
         what = "its vectors of texts" if encoder else "the triple loss on texts"
-        student = (_VECTORS if encoder else _MASKED).format(**values)
-        body = _TEXTS.format(**values, source=source, student=student)
+        student = _filled("vectors" if encoder else "masked", values).rstrip()
+        body = _filled("texts", values | {"source": source, "student": student})
     whole = facts.sizes.num_hidden_layers
     head = _HEAD.format(
         what=f"{layers} of the {whole} layers of {model}, distilled by {what}",
@@ -361,6 +285,10 @@ def _recipe(
         again=_again(out / "recipe.yaml"),
     )
     return head + body
+
+
+def _filled(name: str, values: Mapping[str, Any]) -> str:
+    return Template((_RECIPES / f"{name}.yaml").read_text(encoding="utf-8")).substitute(values)
 
 
 def _quoted(value: Any) -> str:
