@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from itertools import starmap
@@ -278,14 +277,12 @@ def _run(
         )
 
     function: Callable[[Any], UnitRecord] = partial(run_unit, STAGES[stage].run)
-    alone: Callable[[Any], UnitRecord] | None = None
     items: Sequence[Any] = units
     if plan.store is None:
         sizes = [_bytes_read(unit) for unit in units]
     else:
         shared, own = plan.needs(units)
-        stored = StoredStage(STAGES[stage].run, plan.store, plan.work, tuple(shared))
-        function, alone = stored, replace(stored, notes=True)
+        function = StoredStage(STAGES[stage].run, plan.store, plan.work, tuple(shared))
         items = [(unit, tuple(files)) for unit, files in zip(units, own, strict=True)]
         of_files = (sum(file.record.bytes for file in files) for files in own)
         pieces = (sum(piece.size for *_, piece in unit.pieces) for unit in units)
@@ -318,7 +315,7 @@ def _run(
             if num > 1 and entry != START:
                 warn(f"{num} workers that were ended read {entry}: if this one is, {_leave(entry)}")
     try:
-        records = run(function, items, report, alone)
+        records = run(function, items, report)
     except FailedError as error:
         raise _failed(plan, units, error, begun, warn) from None
     if len(units) == len(plan.units(stage)):
@@ -339,8 +336,6 @@ def _failed(
             reasons[str(failure)] = None
             continue
         seen = last_seen(plan.work / stage, unit.folder.name, begun)
-        if plan.store is not None:
-            seen = plan.store.notes(unit)
         text = f"unit {unit.number} of stage {stage}"
         if unit.pieces:
             text += f" ({', '.join(starmap(place_of, unit.pieces[:3]))})"

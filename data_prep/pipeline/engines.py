@@ -11,7 +11,7 @@ from data_prep.pipeline.ray_tasks import ray_tasks
 from data_prep.pipeline.store import Store
 
 Engine = Literal["processes", "ray"]
-Run = Callable[..., list[Any]]
+Run = Callable[[Function, Sequence[Any], Report], list[Any]]
 
 
 @contextmanager
@@ -22,9 +22,9 @@ def started(
 
     It applies a module-level function to every item, and returns results in the order of the items.
     An item whose function raises CorpusError is set aside, and the others go on; an item whose
-    worker dies is run once more, with no other item beside it, by `alone` where that is given.
-    FailedError names all that failed at the end, or after many of them. Any other error ends the
-    run at once. The report is called in this process, after each result, and may raise.
+    worker dies is run once more, with no other item beside it. FailedError names all that failed at
+    the end, or after many of them. Any other error ends the run at once. The report is called in
+    this process, after each result, and may raise.
 
     `shared` is where units write to: every node of a cluster must see it.
     """
@@ -34,14 +34,9 @@ def started(
         begun = nullcontext(here) if workers == 1 else processes(workers)
     with begun as work:
 
-        def run(
-            function: Function,
-            items: Sequence[Any],
-            report: Report,
-            alone: Function | None = None,
-        ) -> list[Any]:
+        def run(function: Function, items: Sequence[Any], report: Report) -> list[Any]:
             results = Results(len(items), report)
-            work(function, items, results, alone or function)
+            work(function, items, results)
             return results.all()
 
         yield run

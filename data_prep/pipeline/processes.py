@@ -73,7 +73,7 @@ class Results:
 
 
 # What an engine does: it hands each item's result or failure to the results.
-Work = Callable[[Function, Sequence[Any], Results, Function], None]
+Work = Callable[[Function, Sequence[Any], Results], None]
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
@@ -111,7 +111,7 @@ _DIED = (
 )
 
 
-def here(function: Function, items: Sequence[Any], results: Results, alone: Function) -> None:
+def here(function: Function, items: Sequence[Any], results: Results) -> None:
     for number, item in enumerate(items):
         results.take(number, partial(function, item))
 
@@ -128,9 +128,9 @@ def processes(workers: int) -> Iterator[Work]:
     # A pool for each worker: one that dies takes no other with it.
     pools = [new_pool() for _ in range(workers)]
 
-    def work(function: Function, items: Sequence[Any], results: Results, alone: Function) -> None:
+    def work(function: Function, items: Sequence[Any], results: Results) -> None:
         if len(items) < 2:
-            return here(function, items, results, alone)
+            return here(function, items, results)
         left = deque(range(len(items)))
         running: dict[Future[Any], tuple[int, int]] = {}  # to the numbers of the item and the pool
         free, died = list(range(workers)), list[int]()
@@ -157,7 +157,7 @@ def processes(workers: int) -> Iterator[Work]:
                     number = died.pop()
                     pools[0].shutdown()
                     pools[0] = new_pool()
-                    future = pools[0].submit(alone, items[number])
+                    future = pools[0].submit(function, items[number])
                     try:
                         results.take(number, future.result)
                     except BrokenProcessPool:

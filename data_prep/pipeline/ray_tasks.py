@@ -52,15 +52,13 @@ def ray_tasks(workers: int, shared: Store | None) -> Iterator[Work]:
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
 
-        def work(
-            function: Function, items: Sequence[Any], results: Results, alone: Function
-        ) -> None:
+        def work(function: Function, items: Sequence[Any], results: Results) -> None:
             at_once = max(_AT_ONCE, 2 * int(ray.cluster_resources().get("CPU", 0)))
             left = deque(range(len(items)))
             died: list[int] = []
             try:
                 # A function may name a file for each unit of an earlier stage.
-                once, once_alone = ray.put(function), ray.put(alone)
+                once = ray.put(function)
                 waiting: dict[Any, int] = {}
                 while left or waiting:
                     while left and len(waiting) < at_once:
@@ -73,7 +71,7 @@ def ray_tasks(workers: int, shared: Store | None) -> Iterator[Work]:
                     except ray.exceptions.RayError:
                         died.append(number)
                 for number in died:
-                    reference = task.remote(once_alone, items[number], place)
+                    reference = task.remote(once, items[number], place)
                     try:
                         results.take(number, partial(result_of, reference))
                     except ray.exceptions.RayError as error:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from data_prep.disk.locks import Identity, is_alive, parse_identity, this_proces
 from data_prep.disk.made import held, remove_left
 from data_prep.messages import one_line
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, run_unit
-from data_prep.pipeline.watchdog import noted_elsewhere
 from data_prep.shards.manifest import FileRecord
 from data_prep.sources.remote import FILES_AT_ONCE, again, files_below, reached, send
 
@@ -134,15 +132,6 @@ class Store:
         ):
             files.rm_file(path)
 
-    def note(self, unit: Unit, document: str) -> None:
-        """Write the name of the document that a unit reads."""
-        self.write(_note(unit), document.encode("utf-8", "replace"))
-
-    def notes(self, unit: Unit) -> list[str]:
-        """Return the name of the document that a unit read last, if it was noted."""
-        data = self.read(_note(unit))
-        return [] if data is None else [data.decode()]
-
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Tell others that this process prepares the corpus."""
@@ -193,10 +182,6 @@ def name_of(unit: Unit) -> str:
     return unit.identity[:32]
 
 
-def _note(unit: Unit) -> str:
-    return f"{unit.stage}/{name_of(unit)}.note"
-
-
 @dataclass(frozen=True, slots=True)
 class StoredStage:
     """Run units of a stage whose files are in a store: a function of (unit, what only it needs).
@@ -208,7 +193,6 @@ class StoredStage:
     store: Store
     work: Path  # where tasks say that the files of all stages are
     shared: tuple[Needed, ...]
-    notes: bool = False  # write each document's name to the store before it is read
 
     def __call__(self, item: tuple[Unit, tuple[Needed, ...]]) -> UnitRecord:
         """Make a unit, unless it is finished; return its record."""
@@ -226,12 +210,7 @@ class StoredStage:
                 task=moved(unit.task, self.work, scratch),
                 folder=stage / name_of(unit),
             )
-            note = partial(self.store.note, unit) if self.notes else None
-            token = noted_elsewhere.set(note)
-            try:
-                record = run_unit(self.run, here)
-            finally:
-                noted_elsewhere.reset(token)
+            record = run_unit(self.run, here)
             if old := self._finished(unit):  # Ray may have begun the same task elsewhere
                 return old
             self.store.send(stage, unit, record)

@@ -10,7 +10,6 @@ import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from pathlib import Path
 
 SECONDS = 600.0
@@ -18,8 +17,6 @@ FILE = "watchdog.txt"
 STDERR = 2
 START = "the start"  # before the first document
 _SIZE = 4096  # bytes of the file
-# Where the machine may be lost with the file, and the driver does not see it.
-noted_elsewhere: ContextVar[Callable[[str], object] | None] = ContextVar("noted", default=None)
 
 
 @contextmanager
@@ -35,14 +32,11 @@ def watchdog(folder: Path, seconds: float = SECONDS) -> Iterator[Callable[[str],
     file.write_bytes(bytes(_SIZE))  # on a full disk this fails, and not a write to the memory
     armed = -seconds
     pause = min(1.0, seconds / 4)  # between two calls that arm: each starts a thread
-    elsewhere = noted_elsewhere.get()
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), _SIZE) as noted:
 
         def starts(document: str) -> None:
             """Note that work on a document begins."""
             nonlocal armed
-            if elsewhere is not None:
-                elsewhere(document)
             name = document.encode("utf-8", "replace")[: _SIZE - 1]
             noted[: len(name) + 1] = name + b"\0"
             if time.monotonic() - armed > pause:

@@ -105,7 +105,7 @@ def test_a_task_of_a_killed_worker_runs_again_with_no_other_beside_it(tmp_path: 
     log = tmp_path / "log"
     log.touch()
     with started(3) as begun:
-        begun(Beside(log), [0, 1, 2, 101, 3, 4], lambda number, result: None, Alone(log))
+        begun(Beside(log), [0, 1, 2, 101, 3, 4], lambda number, result: None)
     noted = log.read_text(encoding="utf-8").split()
     assert noted[-2:] == ["alone", "ended"] and noted.count("alone") == 1, noted
     (tmp_path / "once").mkdir()
@@ -124,7 +124,7 @@ def test_a_worker_that_dies_while_it_is_idle_is_replaced() -> None:
 
 
 class Beside:
-    """Note the begin and the end of each call; the call of 101 ends its process."""
+    """Note the begin and the end of each call; the first call of 101 ends its process."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -134,20 +134,11 @@ class Beside:
             file.write(f"{text}\n")
 
     def __call__(self, unit: int) -> int:
-        self.note("begun")
+        self.note("alone" if unit > 100 and "died" in self.log.read_text() else "begun")
         time.sleep(0.1)
-        if unit > 100:
+        if unit > 100 and "died" not in self.log.read_text():
+            self.note("died")
             os._exit(1)
-        self.note("ended")
-        return unit
-
-
-class Alone(Beside):
-    """Do the same, and end no process."""
-
-    def __call__(self, unit: int) -> int:
-        self.note("alone")
-        time.sleep(0.3)
         self.note("ended")
         return unit
 

@@ -190,27 +190,6 @@ def test_a_document_that_ends_two_workers_is_named_and_left_out(tmp_path: Path, 
         prepare(corpus(output, tmp_path / "texts", sources=english), piece_bytes=1)
 
 
-def test_with_a_store_the_second_attempt_notes_the_document_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_files(tmp_path / "texts")
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))  # of the workers
-    config = corpus(tmp_path / "shards", tmp_path / "texts", work=str(tmp_path / "store"))
-    with (
-        killer(tmp_path / "scratch", f"/{SLOW}", 2) as killed,
-        pytest.raises(CorpusError, match=r'leave it out .*"0:0\.jsonl\.bz2@0/.*ID7"'),
-    ):
-        prepare(config, piece_bytes=1)
-    assert len(killed) == 2
-    kept = sorted((tmp_path / "store").rglob("extract/*.json"))
-    assert len(kept) == 5
-    config = config.model_copy(update={"skip_documents": ("0:0.jsonl.bz2@0/\U0001f600/ID7",)})
-    prepare_stage(config, "extract", piece_bytes=1)
-    assert len(list((tmp_path / "store").rglob("extract/*.json"))) == 6
-    assert prepare(config, piece_bytes=1).sources[0].documents_in == 60
-
-
 def test_a_worker_that_is_killed_once_changes_nothing(tmp_path: Path) -> None:
     slow_files(tmp_path / "texts")
     expected = prepare(corpus(tmp_path / "whole", tmp_path / "texts"), piece_bytes=1).digest
