@@ -139,13 +139,6 @@ class Train(Keys):
     activation_checkpointing: bool = False
     """Less memory for one more forward pass of the student."""
 
-    @field_validator("micro_batch_size", mode="before")
-    @classmethod
-    def _rows_or_auto(cls, value: Any) -> Any:
-        if value in (None, "auto") or (isinstance(value, int) and value >= 1):
-            return value
-        raise ValueError("give a number of rows, 1 or more, or auto")
-
 
 class Evaluation(Keys):
     """Evaluate on validation rows at the start, at the end, and in between."""

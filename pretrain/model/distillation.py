@@ -23,8 +23,8 @@ from pretrain.contracts.terms import (
     VocabularyTerm,
 )
 from pretrain.kernels.cpu_layers import use_cpu_layers
-from pretrain.kernels.head import Backend, vocabulary_losses
-from pretrain.model.families import MaskedLM, encode, family_of, walk
+from pretrain.kernels.head import Backend, Projection, vocabulary_losses
+from pretrain.model.families import MaskedLM, encode, family_of
 
 HEAD = "task_head"  # the task's head, among the modules trained with the student
 TYPES = "types"  # the tokens' types [B, L], among the labels of a batch
@@ -118,26 +118,17 @@ class Distillation(nn.Module):
             # counts come from the host: a boolean index would be a device sync.
             everywhere = any(term.over == "tokens" for term in self.vocabulary_terms)
             index_N = order[: counts["tokens" if everywhere else "masked"]]
-            student_projection = (
-                family_of(self.student)
-                .projection(
-                    self.student,
-                    student.last_hidden_state.flatten(0, 1).index_select(0, index_N),
-                )
-                .first(self.num_tokens)
-            )
+
+            def projection(model: MaskedLM, encoded: Encoded) -> Projection:
+                hidden_ND = encoded.last_hidden_state.flatten(0, 1).index_select(0, index_N)
+                return family_of(model).projection(model, hidden_ND).first(self.num_tokens)
+
+            student_projection = projection(self.student, student)
             teacher_projection = None
             if any(term.needs_teacher for term in self.vocabulary_terms):
                 assert self.teacher is not None and teacher is not None
                 with _inference(self.teacher):
-                    teacher_projection = (
-                        family_of(self.teacher)
-                        .projection(
-                            self.teacher,
-                            teacher.last_hidden_state.flatten(0, 1).index_select(0, index_N),
-                        )
-                        .first(self.num_tokens)
-                    )
+                    teacher_projection = projection(self.teacher, teacher)
             head_loss, head_sums = vocabulary_losses(
                 student_projection,
                 teacher_projection,
@@ -174,11 +165,12 @@ class Distillation(nn.Module):
         input_ids, cu_seqlens, max_length = batch[:3]
         types = batch.labels.get(TYPES)
         packing = find_documents(input_ids, cu_seqlens, max_length, pad_id=self.pad_id)
-        student = walk(
+        student = encode(
             self.student,
-            family_of(self.student).embed(self.student, input_ids, packing, types),
+            input_ids,
             packing,
             self._student_needs,
+            types=types,
             recompute=self.recompute,
             other=self._predecessor[0],
             running=running,

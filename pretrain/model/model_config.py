@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from data_prep.keys import Keys
 from pretrain.model.architectures import architecture_of
@@ -97,15 +97,6 @@ class Student(Keys):
     """Of a bilstm: how many numbers a word has, at first random (None: 300). Or vectors that stay
     as they are, beside trained ones: a text file, or `teacher` for its input embeddings.
     """
-
-    @field_validator("architecture", mode="wrap")
-    @classmethod
-    def _own_or_distilbert(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return check(value)
-        except ValueError:
-            message = "give distilbert, or same, which is the teacher's own family, or bilstm"
-            raise ValueError(message) from None
 
     @model_validator(mode="before")
     @classmethod

@@ -5,17 +5,15 @@ from typing import Any
 import pytest
 import torch
 from support.attention import (
-    LONGEST,
     SCALE,
     attended,
-    bounds,
     compare,
     inputs,
+    packing,
     relative,
     with_gradients,
 )
 
-from pretrain.contracts.packing import Packing
 from pretrain.kernels.attention import attend as attend_packed
 from pretrain.kernels.attention.dispatch import flash, masked, memory_efficient, usable
 
@@ -58,11 +56,9 @@ def test_heads_of_any_width(dtype: torch.dtype, width: int) -> None:
     drawn = inputs(width=width, dtype=dtype)
     drawn[0] = (drawn[0] * (8 / width) ** 0.5).detach()  # else wide heads have one-hot softmaxes
     tensors = [t.detach().to("cuda").requires_grad_() for t in drawn]
-    nothing = torch.empty(0, device="cuda")
-    packing = Packing(nothing, nothing, bounds("cuda"), LONGEST)
     # The formula's scale, which is not that of this width.
     query = tensors[0] * (SCALE * width**0.5)
     flat = (t.transpose(1, 2).flatten(2) for t in (query, *tensors[1:3]))
-    output = attend_packed(*flat, packing, 3, 0.0).unflatten(2, (3, width))
+    output = attend_packed(*flat, packing("cuda"), 3, 0.0).unflatten(2, (3, width))
     found = with_gradients(output, tensors)
     compare(found, tensors, 1e-5 if dtype == torch.float32 else 2e-2)

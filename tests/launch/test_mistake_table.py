@@ -76,7 +76,7 @@ MISTAKES = [
     (
         "run",
         "student.architecture=bert",
-        "student.architecture: give distilbert, or same, which is the teacher's own family",
+        "student.architecture: must be 'distilbert', 'same' or 'bilstm' (given: 'bert')",
     ),
     (
         "mlm",

@@ -8,13 +8,12 @@ import pytest
 import torch
 from support.attention import (
     BOUNDS,
-    LONGEST,
     SCALE,
     attended,
-    bounds,
     compare,
     inputs,
     naive,
+    packing,
     relative,
     with_gradients,
 )
@@ -73,7 +72,7 @@ def test_a_common_part_of_all_keys_costs_no_precision() -> None:
     tensors[1] = (tensors[1] + 16).detach()
     tensors[0] = (tensors[0] + 1).detach()
     exact = naive([t.detach().double() for t in tensors])
-    found = by_document(*tensors[:3], bounds(), LONGEST, 0.0, SCALE)
+    found = by_document(tuple(tensors[:3]), packing(), 0.0, SCALE)
     assert relative(found.detach(), exact) < 2e-2
     q, k, v = (t[0, 0, 13:].detach() for t in tensors[:3])
     plain = (q @ k.T * SCALE).softmax(-1) @ v
@@ -129,14 +128,14 @@ def test_the_same_state_of_the_generator_gives_the_same_bits(
 def test_without_dropout_nothing_is_drawn() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         before = torch.get_rng_state()
-        by_document(*inputs(dtype=dtype)[:3], bounds(), LONGEST, 0.0, SCALE)
+        by_document(tuple(inputs(dtype=dtype)[:3]), packing(), 0.0, SCALE)
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_mean_over_dropout_is_the_output_without_dropout() -> None:
     q, k, v, _ = (t.detach() for t in inputs(heads=2, width=4, dtype=torch.float32))
     torch.manual_seed(0)
-    several = q, k, v, bounds(), LONGEST
+    several = (q, k, v), packing()
     drawn = torch.stack([by_document(*several, 0.1, SCALE) for _ in range(500)]).double()
     exact = by_document(*several, 0.0, SCALE)
     error = (drawn.mean(0) - exact) / (drawn.std(0) / 500**0.5)
@@ -168,17 +167,14 @@ def test_nan_in_the_input_is_nan_in_the_output() -> None:
 def test_autocast_computes_in_half_precision_as_sdpa_does() -> None:
     tensors = inputs(dtype=torch.float32)
 
-    nothing = torch.empty(0)
-    packing = Packing(nothing, nothing, bounds(), LONGEST)
-
     def attend(dropout: float) -> Tensor:
         query, key, value = (t.transpose(1, 2).flatten(2) for t in tensors[:3])
         query = query * (SCALE * 8**0.5)  # ours divides by the root of the head width
-        return attend_packed(query, key, value, packing, 3, dropout).unflatten(2, (3, 8))
+        return attend_packed(query, key, value, packing(), 3, dropout).unflatten(2, (3, 8))
 
     with torch.autocast("cpu", torch.bfloat16):
         half, dropped = attend(0.0), attend(0.5)
-        plain = masked(*tensors[:3], bounds(), LONGEST, 0.0, SCALE)
+        plain = masked(tuple(tensors[:3]), packing(), 0.0, SCALE)
     assert half.dtype == dropped.dtype == plain.dtype == torch.bfloat16
     found = with_gradients(half, tensors)
     assert {t.dtype for t in found[1:]} == {torch.float32}
@@ -195,9 +191,9 @@ def test_a_gpu_kernel_gets_heads_of_a_multiple_of_8(monkeypatch: pytest.MonkeyPa
     """Check zeros, scale and cut with `masked` in its place; a GPU runs the kernel itself."""
     module, widths = import_module("pretrain.kernels.attention.dispatch"), []
 
-    def kernel(q: Tensor, *others: Any) -> Tensor:
-        widths.append(q.shape[-1])
-        return masked(q, *others)
+    def kernel(qkv: Any, *others: Any) -> Tensor:
+        widths.append(qkv[0].shape[-1])
+        return masked(qkv, *others)
 
     monkeypatch.setattr(module, "flash", kernel)
     monkeypatch.setattr(module, "usable", lambda *_: [kernel])
@@ -205,8 +201,7 @@ def test_a_gpu_kernel_gets_heads_of_a_multiple_of_8(monkeypatch: pytest.MonkeyPa
         tensors = inputs(width=width)
         query = tensors[0] * (SCALE * width**0.5)  # the formula's scale is not that of this width
         flat = (t.transpose(1, 2).flatten(2) for t in (query, *tensors[1:3]))
-        packing = Packing(torch.empty(0), torch.empty(0), bounds(), LONGEST)
-        output = module.attend(*flat, packing, 3, 0.0).unflatten(2, (3, width))
+        output = module.attend(*flat, packing(), 3, 0.0).unflatten(2, (3, width))
         compare(with_gradients(output, tensors), tensors, 1e-12)
         assert widths.pop() == padded
 
@@ -251,7 +246,7 @@ def test_the_operators_take_these_arguments() -> None:
     """Check shapes and dtypes of forward and backward on the meta device."""
     tensors = [t.detach().to("meta").requires_grad_() for t in inputs(dtype=torch.bfloat16)]
     for attend, dropout in ((flash, 0.1), (memory_efficient, 0.0)):
-        output = attend(*tensors[:3], bounds("meta"), LONGEST, dropout, SCALE)
+        output = attend(tuple(tensors[:3]), packing("meta"), dropout, SCALE)
         assert output.shape == (2, 24, 3, 8) and output.dtype == torch.bfloat16
         assert output.requires_grad
     for window in (None, 4):

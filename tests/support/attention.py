@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.contracts.packing import Packing
 from pretrain.kernels.attention.cpu import by_document
 
 BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length
@@ -23,15 +24,16 @@ def inputs(*, heads: int = 3, width: int = 8, dtype: torch.dtype = torch.float64
     return [*(t.transpose(1, 2).requires_grad_() for t in (q, k, v)), grad]
 
 
-def bounds(device: torch.device | str = "cpu") -> Tensor:
-    return torch.tensor(BOUNDS, dtype=torch.int32, device=device)
+def packing(device: torch.device | str = "cpu") -> Packing:
+    bounds, nothing = torch.tensor(BOUNDS, dtype=torch.int32, device=device), torch.empty(0)
+    return Packing(nothing, nothing, bounds, LONGEST)
 
 
 def attended(
     tensors: list[Tensor], dropout: float = 0.0, attend: Any = by_document, window: Any = None
 ) -> list[Tensor]:
     """Return the output of a kernel and its gradients."""
-    output = attend(*tensors[:3], bounds(tensors[0].device), LONGEST, dropout, SCALE, window)
+    output = attend(tuple(tensors[:3]), packing(tensors[0].device), dropout, SCALE, window)
     return with_gradients(output, tensors)
 
 

@@ -21,26 +21,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pretrain.contracts.packing import Packing
 from pretrain.kernels.cpu_layers import LEVELS, draw, drop_levels
 
 _BYTES_PER_THREAD = 2**20  # so many bytes of scores stay in the cache
 
 
+Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value [B, H, L, D]
+
+
 def by_document(
-    query_BHLD: Tensor,
-    key_BHLD: Tensor,
-    value_BHLD: Tensor,
-    cu_seqlens: Tensor,
-    max_length: int,
-    dropout: float,
-    scale: float,
-    window: int | None = None,
+    qkv: Heads, packing: Packing, dropout: float, scale: float, window: int | None = None
 ) -> Tensor:
     """Attend within one document after the other; `cu_seqlens` may repeat its last bound."""
     assert window is None  # `usable` leaves this kernel out
     # On a CPU this list costs no device sync.
-    lengths = [length for length in cu_seqlens.diff().tolist() if length]
-    q, k, v = (_positions(t) for t in (query_BHLD, key_BHLD, value_BHLD))
+    lengths = [length for length in packing.cu_seqlens.diff().tolist() if length]
+    q, k, v = (_positions(t) for t in qkv)
     with torch.autocast("cpu", enabled=False):
         if dropout == 0 and q.dtype in (torch.float32, torch.float64):
             # With slices, each would have a gradient of full size; a split has one for all.
@@ -49,7 +46,7 @@ def by_document(
             output = torch.cat(outputs, dim=2)[0]
         else:
             output = _Attention.apply(q, k, v, lengths, dropout, scale)
-    return output.transpose(0, 1).unflatten(0, (len(query_BHLD), query_BHLD.shape[2]))
+    return output.transpose(0, 1).unflatten(0, qkv[0].shape[::2])
 
 
 def _positions(t_BHLD: Tensor) -> Tensor:

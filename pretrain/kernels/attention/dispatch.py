@@ -21,9 +21,9 @@ from torch import Tensor
 
 from pretrain.contracts.batch import apart
 from pretrain.contracts.packing import Packing, block_diagonal_mask, document_numbers
-from pretrain.kernels.attention.cpu import by_document
+from pretrain.kernels.attention.cpu import Heads, by_document
 
-Backend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float, int | None], Tensor]
+Backend = Callable[[Heads, Packing, float, float, int | None], Tensor]
 _HALF = (torch.float16, torch.bfloat16)
 MULTIPLE = 8  # `flash` and `memory_efficient` need multiples as head width; `attend` pads with 0
 
@@ -62,68 +62,41 @@ def usable(
 
 
 def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu: Tensor,
-    max_length: int,
-    dropout: float,
-    scale: float,
-    window: int | None = None,
+    qkv: Heads, packing: Packing, dropout: float, scale: float, window: int | None = None
 ) -> Tensor:
     """Attend by FlashAttention 2: half precision on GPUs of compute capability 8.0 or more."""
-    q_NHD, k_NHD, v_NHD = (_positions(t) for t in (q, k, v))
-    output = torch.ops.aten._flash_attention_forward(
-        q_NHD,
-        k_NHD,
-        v_NHD,
-        cu,
-        cu,
-        max_length,
-        max_length,
-        dropout,
-        False,
-        False,
+    q_NHD, k_NHD, v_NHD = (_positions(t) for t in qkv)
+    cu, most = packing.cu_seqlens, packing.max_length
+    output: Tensor = torch.ops.aten._flash_attention_forward(
+        *(q_NHD, k_NHD, v_NHD, cu, cu, most, most, dropout, False, False),
         scale=scale,
         window_size_left=window,
         window_size_right=window,
     )[0]
-    return output.unflatten(0, (len(q), q.shape[2]))
+    return output.unflatten(0, qkv[0].shape[::2])
 
 
 def memory_efficient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu: Tensor,
-    max_length: int,
-    dropout: float,
-    scale: float,
-    window: int | None = None,
+    qkv: Heads, packing: Packing, dropout: float, scale: float, window: int | None = None
 ) -> Tensor:
     """Attend by the kernels of xFormers, without dropout: older GPUs, and fp32."""
     assert window is None and not dropout  # `usable` leaves this kernel out
-    q_1NHD, k_1NHD, v_1NHD = (_positions(t)[None] for t in (q, k, v))
+    q_1NHD, k_1NHD, v_1NHD = (_positions(t)[None] for t in qkv)
+    cu, most = packing.cu_seqlens, packing.max_length
     output: Tensor = torch.ops.aten._efficient_attention_forward(
-        *(q_1NHD, k_1NHD, v_1NHD, None, cu, cu, max_length, max_length, 0.0, 0, True),
+        *(q_1NHD, k_1NHD, v_1NHD, None, cu, cu, most, most, 0.0, 0, True),
         scale=scale,
     )[0]
-    return output[0].unflatten(0, (len(q), q.shape[2]))
+    return output[0].unflatten(0, qkv[0].shape[::2])
 
 
 def masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu: Tensor,
-    max_length: int,
-    dropout: float,
-    scale: float,
-    window: int | None = None,
+    qkv: Heads, packing: Packing, dropout: float, scale: float, window: int | None = None
 ) -> Tensor:
     """Attend with a mask: any device and dtype, and the reference for the other kernels."""
-    rows, heads, length, width = q.shape
-    documents, index = len(cu) - 1, torch.arange(max(length, max_length), device=q.device)
+    cu, max_length = packing.cu_seqlens, packing.max_length
+    rows, heads, length, width = qkv[0].shape
+    documents, index = len(cu) - 1, torch.arange(max(length, max_length), device=cu.device)
     near = None
     if window is not None:
         near = (index[:, None] - index).abs() <= window
@@ -132,7 +105,7 @@ def masked(
         mask = block_diagonal_mask(cu, rows, length)
         mask = mask if near is None else mask & near[:length, :length]
         output = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale
+            *qkv, attn_mask=mask, dropout_p=dropout, scale=scale
         )
         return output.transpose(1, 2)
     # Documents apart take less: [documents, 1, 1, longest] without a window.
@@ -144,12 +117,12 @@ def masked(
     mask = mask if near is None else mask & near[:max_length, :max_length]
     query, key, value = (
         apart(t.transpose(1, 2).flatten(2), places)[0].unflatten(-1, (heads, width)).transpose(1, 2)
-        for t in (q, k, v)
+        for t in qkv
     )
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
     )
-    every = torch.arange(rows * length, device=q.device)
+    every = torch.arange(rows * length, device=cu.device)
     numbers = document_numbers(cu, every)
     slots = numbers * max_length + every - begins[numbers]
     return output.transpose(1, 2).flatten(0, 1).index_select(0, slots).unflatten(0, (rows, length))
@@ -187,7 +160,6 @@ def attend(
     if (missing := -width % MULTIPLE) and kernel in (flash, memory_efficient):
         # Numbers of 0 change no product of query and key, and give outputs of 0.
         query, key, value = (F.pad(t, (0, missing)) for t in (query, key, value))
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    documents = packing.cu_seqlens, packing.max_length
-    output = kernel(q, k, v, *documents, dropout, width**-0.5, window)
+    qkv = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    output = kernel(qkv, packing, dropout, width**-0.5, window)
     return output[..., :width].flatten(2)

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from pretrain.model.families.family import Blocks, Family, MaskedLM
-from pretrain.model.families.walk import (
-    FAMILIES,
-    encode,
-    family_of,
-    has_types,
-    shape_of,
-    walk,
-)
+from pretrain.model.families.walk import FAMILIES, encode, family_of, has_types, shape_of
 
 __all__ = [
     "FAMILIES",
@@ -21,5 +14,4 @@ __all__ = [
     "family_of",
     "has_types",
     "shape_of",
-    "walk",
 ]

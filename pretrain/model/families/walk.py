@@ -43,6 +43,8 @@ def encode(
     *,
     types: Tensor | None = None,
     recompute: bool = False,
+    other: MaskedLM | None = None,
+    running: Sequence[bool] | None = None,
 ) -> Encoded:
     """Run a model's encoder on packed rows [B, L].
 
@@ -54,28 +56,11 @@ def encode(
         types: the tokens' types [B, L], of a family that has several.
         recompute: keep only each layer's input for the backward pass, which computes the rest
             again with the same random numbers.
-    """
-    hidden_BLD = family_of(model).embed(model, input_ids, packing, types)
-    return walk(model, hidden_BLD, packing, needs, recompute=recompute)
-
-
-def walk(
-    model: MaskedLM,
-    hidden_BLD: Tensor,
-    packing: Packing,
-    needs: frozenset[Signal] = frozenset(),
-    *,
-    recompute: bool = False,
-    other: MaskedLM | None = None,
-    running: Sequence[bool] | None = None,
-) -> Encoded:
-    """Run the layers on the output of the embeddings; see `encode`.
-
-    Args:
         other: a model of the same family and width, with a multiple of the layers.
         running: which layers run; where one does not, its share of the other's layers does.
     """
     family = family_of(model)
+    hidden_BLD = family.embed(model, input_ids, packing, types)
     # What depends only on the rows is computed once, not in each layer.
     prepared = family.prepare(model, hidden_BLD, packing)
     layers = [(model, i, prepared) for i in range(len(family.layers(model)))]
