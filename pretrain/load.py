@@ -61,9 +61,7 @@ class TrainState:
 
     def write(self) -> dict[str, Any]:
         """Return the values for state.json, which `from_checkpoint` takes."""
-        # JSON has no dataclasses: each skip is a list of three numbers.
-        skips = [[skip.first, skip.last, skip.step] for skip in self.skip_rows]
-        return {**asdict(self), "skip_rows": skips}
+        return asdict(self)
 
 
 FIELDS = tuple(field.name for field in fields(TrainState))

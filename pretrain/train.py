@@ -101,18 +101,11 @@ def train(
         inputs = patiently(ranks, lambda: load_inputs(config, ranks, progress, skip_rows))
         assert inputs is not None
         # A separate check, because different machines need another fix than different files.
-        if config.train.precision == "auto":
-            same_everywhere(
-                ranks,
-                {"choice for train.precision auto": inputs.config.train.precision},
-                "the machines differ: set train.precision, to fp32 for instance",
-            )
-        if config.train.products == "auto":
-            same_everywhere(
-                ranks,
-                {"choice for train.products auto": inputs.config.train.products},
-                "the machines differ: set train.products, to mkl for instance",
-            )
+        for key, value in (("precision", "fp32"), ("products", "mkl")):
+            if getattr(config.train, key) == "auto":
+                chosen = {f"choice for train.{key} auto": getattr(inputs.config.train, key)}
+                fix = f"the machines differ: set train.{key}, to {value} for instance"
+                same_everywhere(ranks, chosen, fix)
         stack.enter_context(products.using(inputs.config.train.products))
         if ranks.device.type == "cpu":
             stack.enter_context(freed_memory_kept())

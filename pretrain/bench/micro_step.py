@@ -35,6 +35,7 @@ from pretrain.model.folder import model_config
 from pretrain.model.loading import known_family, reinitialise
 from pretrain.model.student import build_student
 from pretrain.model.teacher import Teacher
+from pretrain.objectives.own import checked
 from pretrain.plan import Planned, flop
 from pretrain.tasks.folders import TASKS
 from pretrain.tasks.mlm.examples import build_masking, masked_batch
@@ -97,7 +98,7 @@ class Step:
         self.module = Distillation(
             student,
             teacher,
-            objective.terms(*shapes),
+            checked(objective, *shapes),
             pad_id=rows.pad_id,
             adapters=adapters,
             teacher_labels=labels,

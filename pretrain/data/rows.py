@@ -12,8 +12,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,7 @@ _SOCKET = len("/pymp-12345678/listener-12345678")  # the socket that a worker cr
 _LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
 
 
-@dataclass(frozen=True)
-class Skip:
+class Skip(NamedTuple):
     """Leave out a range of rows from an optimizer step on.
 
     Their tokens become padding, so they add no token, no mask and no loss. Every other row keeps

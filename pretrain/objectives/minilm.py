@@ -138,7 +138,6 @@ class MiniLM(Objective):
         from pretrain.kernels.relations import relation_divergence
 
         assert teacher is not None
-        self.check(student, teacher)
         heads = self.num_heads(student, teacher)
         ours, theirs = student.num_layers - 1, self.teacher_layer % teacher.num_layers
 

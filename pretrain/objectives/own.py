@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
@@ -118,10 +118,13 @@ def checked(objective: Objective, student: Shape, teacher: Shape | None) -> tupl
         RunError: they are not.
     """
     begin = f"objective {objective.name}"
-    if not objective.file_sha256:
-        return objective.terms(student, teacher)
-    with one_line(begin):
+    with one_line(begin) if objective.file_sha256 else nullcontext():
+        if teacher is not None:
+            objective.check(student, teacher)
         terms: Any = objective.terms(student, teacher)
+    if not objective.file_sha256:
+        found: tuple[Term, ...] = terms
+        return found
     if not isinstance(terms, tuple) or not all(isinstance(term, Term) for term in terms):
         raise RunError(f"{begin}: `terms` returns no tuple of terms")
     parts = objective.parts

@@ -116,7 +116,6 @@ class PatientDistillation(Objective):
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the terms with a weight above 0."""
         assert teacher is not None
-        self.check(student, teacher)
         divisor = (student.num_layers - 1) * student.hidden_size if self.average == "all" else 1
         patience = patience_term(
             self.patience / divisor,

@@ -84,5 +84,4 @@ class Theseus(Objective):
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the loss of the labels."""
         assert teacher is not None
-        self.check(student, teacher)
         return (labels_term(1.0),)

@@ -145,7 +145,6 @@ class TinyBert(Objective):
         from pretrain.kernels.relations import score_difference
 
         assert teacher is not None
-        self.check(student, teacher)
         layers = self.layer_map(student, teacher)
 
         def scored(batch: Batch, _: nn.ModuleDict, *qk: Tensor) -> Tensor:

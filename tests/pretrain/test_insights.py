@@ -67,11 +67,11 @@ def test_each_loss_is_its_formula(on: dict[str, int]) -> None:
 def test_layers_and_widths_that_do_not_fit_are_refused() -> None:
     every = Insights(hidden=True, layers=(0, 3))
     with pytest.raises(RunError, match="has 2 layers, and the student has 3"):
-        every.terms(Shape(3, 4, 2), Shape(4, 4, 2))
+        every.check(Shape(3, 4, 2), Shape(4, 4, 2))
     with pytest.raises(RunError, match="3: the teacher has layers 0 to 2"):
-        every.terms(Shape(2, 4, 2), Shape(3, 4, 2))
+        every.check(Shape(2, 4, 2), Shape(3, 4, 2))
     with pytest.raises(RunError, match=r"student\.hidden_size: 8"):
-        every.terms(Shape(2, 4, 2), Shape(4, 8, 2))
+        every.check(Shape(2, 4, 2), Shape(4, 8, 2))
     with pytest.raises(ValueError, match="all off"):
         Insights(layers=(0,))
 

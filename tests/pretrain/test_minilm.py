@@ -31,7 +31,7 @@ Settings = Callable[..., dict[str, Any]]
 
 def test_version_1_needs_as_many_heads() -> None:
     with refused("the student has 2, the teacher 4", "student.num_attention_heads: 4"):
-        MiniLM(version=1).terms(Shape(2, 16, 2), Shape(4, 32, 4))
+        MiniLM(version=1).check(Shape(2, 16, 2), Shape(4, 32, 4))
     with pytest.raises(ValueError, match="relation_heads is for version 2"):
         MiniLM(version=1, relation_heads=8)
     assert "2002.10957" in MiniLM(version=1).published and "attention" in MiniLM(version=1).sentence
@@ -42,12 +42,12 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     assert MiniLM().num_heads(Shape(6, 384, 12), Shape(12, 768, 12)) == 48
     assert MiniLM().num_heads(Shape(4, 312, 12), Shape(12, 768, 12)) == 24
     with refused("relation_heads 48", "the student's width 16", "take a divisor", "4, 8 or 16"):
-        MiniLM(relation_heads=48).terms(student, teacher)
+        MiniLM(relation_heads=48).check(student, teacher)
     with refused("relation_heads 12", "the teacher's width 32"):
-        MiniLM(relation_heads=12).terms(Shape(2, 24, 2), teacher)
+        MiniLM(relation_heads=12).check(Shape(2, 24, 2), teacher)
     for layer in (4, -5):
         with refused(f"teacher_layer {layer}", "layers 0 to 3, or -1"):
-            MiniLM(relation_heads=8, teacher_layer=layer).terms(student, teacher)
+            MiniLM(relation_heads=8, teacher_layer=layer).check(student, teacher)
 
 
 def test_terms_name_the_last_layer_of_the_student() -> None:

@@ -70,7 +70,7 @@ def test_only_the_papers_own_values_are_called_published() -> None:
 def test_cosine_needs_equal_widths() -> None:
     narrow = STUDENT._replace(hidden_size=16)
     with refused("objective.cosine 1", "the student has 16 and the teacher 32", "cosine: 0"):
-        DistilBert().terms(narrow, TEACHER)
+        DistilBert().check(narrow, TEACHER)
     assert len(DistilBert(cosine=0).terms(narrow, TEACHER)) == 2
 
 

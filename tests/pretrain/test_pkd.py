@@ -79,7 +79,7 @@ def test_models_that_do_not_fit_are_refused(
     layers: Any, student: Shape, teacher: Shape, message: str
 ) -> None:
     with pytest.raises(RunError, match=message):
-        PatientDistillation(layers=layers).terms(student, teacher)
+        PatientDistillation(layers=layers).check(student, teacher)
 
 
 def test_a_student_learns_its_teachers_layers(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_other_families_train_and_resume(family: str, tmp_path: Path) -> None:
 )
 def test_models_that_do_not_fit_are_refused(student: Shape, teacher: Shape, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        Theseus(steps=1).terms(student, teacher)
+        Theseus(steps=1).check(student, teacher)
 
 
 def test_runs_that_cannot_replace_are_refused(tmp_path: Path) -> None:

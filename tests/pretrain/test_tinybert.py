@@ -64,14 +64,14 @@ def inside(
 def test_sizes_that_do_not_fit_are_refused() -> None:
     student, teacher = Shape(2, 16, 4), Shape(4, 32, 4)
     with refused("the student has 2 heads, the teacher 4", "student.num_attention_heads: 4"):
-        TinyBert().terms(student._replace(num_heads=2), teacher)
+        TinyBert().check(student._replace(num_heads=2), teacher)
     assert len(TinyBert(attention=0).terms(student._replace(num_heads=2), teacher)) == 2
     with refused("objective.layers is missing", "4 layers", "the student's 3", "list 3 layers"):
-        TinyBert().terms(student._replace(num_layers=3), teacher)
+        TinyBert().check(student._replace(num_layers=3), teacher)
     with refused("objective.layers has 3 layers", "the student has 2"):
-        TinyBert(layers=(0, 1, 2)).terms(student, teacher)
+        TinyBert(layers=(0, 1, 2)).check(student, teacher)
     with refused("objective.layers 4", "layers 0 to 3"):
-        TinyBert(layers=(1, 4)).terms(student, teacher)
+        TinyBert(layers=(1, 4)).check(student, teacher)
     with pytest.raises(ValueError, match="no term is left"):
         TinyBert(attention=0, hidden=0, embedding=0)
     assert not TinyBert(hidden=0, embedding=0).adapters(student, teacher)
