@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from data_prep.shards import (
     check_file,
     load_manifest,
     open_shards,
-    read_listed,
 )
-from data_prep.shards.manifest import AGAIN, TOKEN_COUNTS, Split, labels_file, side_file
+from data_prep.shards.manifest import AGAIN, Split, labels_file, side_file
 from data_prep.shards.reading import map_labels
 from data_prep.tokens import Tokens, of_shards
 
@@ -45,46 +44,12 @@ class Segment:
     kept_text: str | None  # the cleaned text, of a whole document under `keep_text`
 
 
-def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
-    """Return counts of each split and source, and `rows` decoded training rows.
-
-    Shares are of 1: `fill` of the positions that hold no padding, `unknown` of training tokens.
-    """
-    folder = Path(folder)
-    manifest = load_manifest(folder)
-    unknown_id = manifest.tokenizer.special_ids.unk
+def decoded(folder: Path | str, rows: int = 3) -> list[tuple[int, list[Segment]]]:
+    """Return the numbers of some training rows, evenly spread, and the pieces in each."""
     shards = open_shards(folder)
-    if manifest.has_labels:
-        unknown = int(np.count_nonzero(shards.rows(np.arange(len(shards))) == unknown_id))
-    else:
-        unknown = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"][unknown_id]
-    kept = sum(source.documents_kept for source in manifest.sources)
-    splits = {
-        name: split.model_dump(exclude={"shards"})
-        | {
-            "shards": len(split.shards),
-            "fill": split.tokens / (split.rows * manifest.row_length),
-        }
-        for name, split in manifest.splits.items()
-    }
-    tokens = of_shards(folder, manifest)
+    tokens = of_shards(shards.folder, shards.manifest)
     numbers = np.unique(np.linspace(0, len(shards) - 1, rows, dtype=np.int64)).tolist()
-    return {
-        "digest": manifest.digest,
-        "row_length": manifest.row_length,
-        "dtype": manifest.dtype,
-        "vocab_size": manifest.tokenizer.vocab_size,
-        "normaliser": manifest.normaliser,
-        "splits": splits,
-        "unknown": unknown / manifest.splits["train"].tokens,
-        "unknown_strings": manifest.unknown.strings if manifest.unknown else {},
-        "tokens_per_document": sum(s.tokens for s in manifest.splits.values()) / max(kept, 1),
-        "sources": [source.model_dump() for source in manifest.sources],
-        "rows": [
-            {"row": row, "segments": [asdict(s) for s in segments_of(shards, tokens, row)]}
-            for row in numbers
-        ],
-    }
+    return [(row, segments_of(shards, tokens, row)) for row in numbers]
 
 
 def leftovers(folder: Path | str, examples: int = 20) -> dict[str, Any]:

@@ -227,27 +227,14 @@ class Training:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print the validation figures on a line."""
-        if "unigram_loss" not in values:  # no LM head is trained
-            line = f"validation, step {step}:"
-            for term in (f" {label(k)} {v:.3f}" for k, v in values.items() if k != "tokens"):
-                if len(line) + 1 + len(term) > _COLUMNS:
-                    self.say(line)
-                    line = " "
-                line += term if line.endswith(":") else f" {term}"
-            self.say(line)
-            return
-        loss = label("loss", of_head=True)
-        text = f"validation, step {step}: {loss} {values['loss']:.3f} (unigram "
-        text += f"{values['unigram_loss']:.3f})"
-        self.say(text)
-        text = f"  accuracy {values['accuracy']:.1%} (best constant "
-        text += f"{values['constant_accuracy']:.1%}"
-        if "teacher_accuracy" in values:
-            text += f", teacher {values['teacher_accuracy']:.1%} at {values['teacher_loss']:.3f})  "
-            text += f"kl {values['kl']:.3f}  agreement {values['agreement']:.1%}"
-        else:
-            text += ")"
-        self.say(text)
+        head, line = "unigram_loss" in values, f"validation, step {step}:"
+        shown = {label(k, of_head=head): v for k, v in values.items() if not k.endswith("tokens")}
+        for term in (f" {name} {value:.3f}" for name, value in shown.items()):
+            if len(line) + 1 + len(term) > _COLUMNS:
+                self.say(line)
+                line = " "
+            line += term if line.endswith(":") else f" {term}"
+        self.say(line)
 
 
 def _clock(seconds: float) -> str:

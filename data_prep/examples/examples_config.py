@@ -21,9 +21,6 @@ _METRICS: dict[str, tuple[str, ...]] = {
     "token_classification": ("entity f1", "accuracy"),
     "question_answering": ("f1", "exact match"),
 }
-# Columns of some tasks, and the keys that name them.
-_KEYS = {"tokens": "text", "tags": "label", "question": "text", "context": "pair"}
-_KEYS |= {"answers": "label"}
 Column = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0)]
 
 
@@ -59,14 +56,6 @@ class Columns(Keys):
     """
     metric: str | None = None
     """The score of a model. None: the usual one of the task."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys(cls, values: Any) -> Any:
-        for column, key in _KEYS.items():
-            if isinstance(values, dict) and column in values:
-                raise ValueError(f"{column} is no key: {key} names the column of {column}")
-        return values
 
     @model_validator(mode="after")
     def _fits(self) -> Columns:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import chain
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from data_prep import CorpusError
-from data_prep.config import CorpusConfig, TrainTokenizer, VocabularyTokenizer
+from data_prep.config import CorpusConfig
 from data_prep.disk.json_files import read_regular, write_json
 from data_prep.messages import one_line
 from data_prep.pipeline.code import Code, installed
@@ -158,22 +157,7 @@ def check_folders(config: CorpusConfig) -> None:
 
 
 def open_work(plan: Plan) -> None:
-    """Make the work folder; CorpusError if the output holds what is read, or what is not ours."""
-    config, output = plan.config, plan.config.output
-    # An input in the output would be overwritten, or read as its own input.
-    pieces = [*evaluation_files(config), *chain.from_iterable(plan.pieces)]
-    read = {piece.path for _, _, piece in pieces}
-    tokenizer = config.tokenizer
-    if not isinstance(tokenizer, TrainTokenizer):
-        read.add(str(tokenizer.vocab if isinstance(tokenizer, VocabularyTokenizer) else tokenizer))
-    inside = Path(os.path.realpath(output))
-    folder_of = cache(os.path.realpath)  # many files lie in one folder
-    for file in sorted(read):
-        folder, name = os.path.split(file.rstrip("/"))
-        real = os.path.join(folder_of(folder), name)
-        real = os.path.realpath(file) if os.path.islink(real) or name == ".." else real
-        if Path(real).is_relative_to(inside) and os.path.exists(file):
-            raise CorpusError(f"{output}: holds {file}, which is read: use another `output`")
-    check_folders(config)
+    """Make the work folder; CorpusError if the output holds what is not ours."""
+    check_folders(plan.config)
     plan.work.mkdir(parents=True, exist_ok=True)
     plan.cuts.save()

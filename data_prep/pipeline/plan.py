@@ -58,7 +58,7 @@ class Cuts:
 
     def inputs(self, source: Source, limit: int) -> Sequence[Piece]:
         """Return `source.inputs(limit)`."""
-        if not isinstance(source, FileSource) or type(source).inputs is not FileSource.inputs:
+        if type(source).inputs is not FileSource.inputs:
             return source.inputs(limit)
         with looked_up_once():
             return [piece for file in source.files() for piece in self._cut(source, file, limit)]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import CorpusError
-from data_prep.disk import hash_file, write_file
+from data_prep.disk import hash_file, linked, write_file
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.disk.locks import Identity, is_alive, parse_identity, this_process
 from data_prep.disk.made import held, remove_left
@@ -236,20 +236,13 @@ class StoredStage:
         target.parent.mkdir(parents=True, exist_ok=True)
         with held(common / f"{copy.name}.lock", wait=True):
             if copy.exists() and hash_file(copy) == (needed.record.sha256, needed.record.bytes):
-                _linked(copy, target)
+                linked(copy, target)
                 return
             self.store.fetch(needed, target)
             fresh = common / f"{copy.name}.part"
             fresh.unlink(missing_ok=True)
-            _linked(target, fresh)
+            linked(target, fresh)
             os.replace(fresh, copy)
-
-
-def _linked(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)
 
 
 @contextmanager

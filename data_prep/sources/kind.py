@@ -18,12 +18,17 @@ from data_prep.sources.remote import bare, is_remote
 from data_prep.text.language import CODES
 
 
-class SourceKind(Keys):
-    """Hold the keys of `sources:` entries that all kinds share, and declare how a kind is read.
+class FileSource(Keys):
+    """Read a file, a folder (searched recursively), a glob, or a URL of one of these.
 
-    `languages` are ISO 639-1 codes: a text that is surely in another language is dropped.
+    URLs are read through fsspec: s3://, gs://, hf://, https:// and whatever else it knows. A kind
+    says how documents are read.
     """
 
+    patterns: ClassVar[tuple[str, ...]]  # names of a folder's files that are read
+    by_range: ClassVar[bool] = False  # a range of bytes of a plain file can be read on its own
+    cut_by_content: ClassVar[bool] = False  # does `cut` read the file?
+    pieces: ClassVar[tuple[type[Piece], ...]] = (Piece,)  # what `cut` returns
     by_line: ClassVar[bool] = False  # each line of a document is one sentence
     # The last bytes of a record, and what closes a file that is cut there.
     record_end: ClassVar[tuple[bytes, bytes]] = (b"\n", b"")
@@ -48,28 +53,12 @@ class SourceKind(Keys):
         return languages
 
     @property
-    @abstractmethod
-    def label(self) -> str:
-        """Return the source's name in manifests and tables."""
-
-    @property
     def is_wikipedia(self) -> bool:
         """Return whether the texts are Wikipedia's, so that left-over markup is counted."""
         return False
 
-    @abstractmethod
-    def inputs(self, limit: int) -> Sequence[Piece]:
-        """Return the inputs in order, cut into pieces of about `limit` bytes where possible.
-
-        The result depends only on the files and `limit`. Raises CorpusError if there are none.
-        """
-
     def check(self, pieces: Sequence[Piece]) -> None:
         """Refuse a mistake of the keys that shows before all is read; raises CorpusError."""
-
-    @abstractmethod
-    def input_name(self, piece: Piece) -> str:
-        """Return an input's name in records: the stem of its documents' ids."""
 
     @abstractmethod
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
@@ -79,24 +68,12 @@ class SourceKind(Keys):
         document is yielded as Rejected; a truncated or unreadable file raises CorpusError.
         """
 
-
-class FileSource(SourceKind):
-    """Read a file, a folder (searched recursively), a glob, or a URL of one of these.
-
-    URLs are read through fsspec: s3://, gs://, hf://, https:// and whatever else it knows.
-    """
-
-    patterns: ClassVar[tuple[str, ...]]  # names of a folder's files that are read
-    by_range: ClassVar[bool] = False  # a range of bytes of a plain file can be read on its own
-    cut_by_content: ClassVar[bool] = False  # does `cut` read the file?
-    pieces: ClassVar[tuple[type[Piece], ...]] = (Piece,)  # what `cut` returns
-
     path: str = Field(min_length=1)
     """File, folder, glob, or URL of one of these."""
 
     @property
     def label(self) -> str:
-        """Return the name given, else the last part of the path."""
+        """Return the source's name in manifests and tables: the last part of its path if none."""
         path = bare(self.path) if is_remote(self.path) else self.path
         return self.name or PurePath(path).name or path
 
@@ -113,11 +90,14 @@ class FileSource(SourceKind):
         return ""
 
     def inputs(self, limit: int) -> Sequence[Piece]:
-        """Return the pieces of all files."""
+        """Return the inputs in order, cut into pieces of about `limit` bytes where possible.
+
+        The result depends only on the files and `limit`. Raises CorpusError if there are none.
+        """
         return [piece for file in self.files() for piece in self.cut(file, limit)]
 
     def input_name(self, piece: Piece) -> str:
-        """Return the file's name within `path`, with forward slashes."""
+        """Return an input's name in records, the stem of its documents' ids: as in `path`."""
         within = f"{self.path.rstrip('/')}/"
         if os.sep == "/" and not is_remote(self.path) and piece.path.startswith(within):
             # Of many small files PurePath would take a good part of the time.

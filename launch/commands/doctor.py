@@ -31,7 +31,7 @@ def doctor(
         int, typer.Option(help="Seconds to wait for the other processes.", min=1)
     ] = 60,
 ) -> None:
-    """Check this machine: versions, GPU, precision, memory, disk, clock.
+    """Check this machine: versions, GPU, precision, memory, disk.
 
     With CONFIG the inputs of a run are loaded as it would load them; of a recipe `distil recipe
     FILE --dry-run` checks them. With --distributed processes sum as many numbers as a DistilBERT

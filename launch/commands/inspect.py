@@ -39,8 +39,10 @@ def inspect(
     """
     from data_prep import inspect as data
     from data_prep.messages import one_line
+    from data_prep.shards import load_manifest
     from data_prep.shards.manifest import listed
-    from launch.console import counts, print_table, show
+    from launch.console import counts, show
+    from launch.stages.prepare import corpus_lines
 
     if row is not None:
         segments = data.documents_of_row(folder, row, split)
@@ -63,45 +65,16 @@ def inspect(
             show(f"  {place['kind']} in {title}: {place['text']}")
         return
 
-    summary = data.summary(folder, rows)
-    normaliser = f", {summary['normaliser']}" if summary["normaliser"] else ""
-    show(f"digest {summary['digest'][:16]}, vocabulary {summary['vocab_size']:,}{normaliser}")
-    columns = ("split", "rows", "tokens", "segments", "shards", "fill")
-    print_table(
-        columns,
-        [
-            [name, *(f"{split[c]:,}" for c in columns[1:-1]), f"{split['fill']:.2%}"]
-            for name, split in summary["splits"].items()
-        ],
-    )
-    print_table(
-        ("source", "kind", "licence", "in", "kept", "dropped"),
-        [
-            [
-                source["name"],
-                source["kind"],
-                source["licence"],
-                f"{source['documents_in']:,}",
-                f"{source['documents_kept']:,}",
-                ", ".join(f"{n:,} {why}" for why, n in source["dropped"].items() if n) or "-",
-            ]
-            for source in summary["sources"]
-        ],
-    )
-    if summary["unknown_strings"]:
-        strings = listed(summary["unknown_strings"])
+    manifest = load_manifest(folder)
+    show(*corpus_lines(folder, manifest, "finished"))
+    if manifest.unknown is not None:
+        strings = listed(manifest.unknown.strings)
         show(f"most frequent unknown strings of its first documents: {strings}")
-    show(
-        f"unknown words: {summary['unknown']:.3%} of tokens; "
-        f"{summary['tokens_per_document']:,.1f} tokens a document"
-    )
-    for decoded in summary["rows"]:
-        documents = decoded["segments"]
-        show("", f"row {decoded['row']}: {len(documents)} document(s)")
+    for number, documents in data.decoded(folder, rows):
+        show("", f"row {number}: {len(documents)} document(s)")
         for document in documents[:_DOCUMENTS]:
-            title = document["title"] or document["document"]
-            text = document["kept_text"] or document["text"]
-            show(f"  [{one_line(title)}] {one_line(text, _TEXT)}")
+            text = document.kept_text or document.text
+            show(f"  [{one_line(document.title or document.document)}] {one_line(text, _TEXT)}")
         if len(documents) > _DOCUMENTS:
             show(f"  ... and {len(documents) - _DOCUMENTS} more")
 

@@ -234,9 +234,10 @@ def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
             f"{name}: {split.rows:,} rows x {manifest.row_length}, {split.tokens:,} tokens, "
             f"{full:.1%} full, {len(split.shards)} shard(s)"
         )
-    documents, tokens = held_out(manifest)
-    lines.append(f"held out: {documents:.1%} of the documents, {tokens:.1%} of the tokens")
-    lines.append(f"unknown: {unknown_of(folder, manifest).share:.3%} of the tokens")
+    if not manifest.has_labels:
+        documents, tokens = held_out(manifest)
+        lines.append(f"held out: {documents:.1%} of the documents, {tokens:.1%} of the tokens")
+        lines.append(f"unknown: {unknown_of(folder, manifest).share:.3%} of the tokens")
     for source in manifest.sources:
         lines.append(
             f"{source.name}: {source.documents_in:,} documents, {source.documents_kept:,} kept"

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from pydantic import ValidationError
 
 from data_prep import CorpusError
 from data_prep.examples.examples_config import ExamplesConfig
@@ -238,13 +237,6 @@ def test_pandas_nan_is_a_missing_label(tmp_path: Path) -> None:
     assert [line for line in warned if "2 of 9 examples have no label" in line]
     scores = map_labels(tmp_path / "shards0" / "labels" / "train-00000.arrow").column("score")
     assert np.isnan(scores.to_numpy()).tolist() == [False, True, True, *[False] * 6]
-
-
-@pytest.mark.parametrize(("column", "key"), [("tokens", "text"), ("tags", "label")])
-def test_a_key_that_is_a_column_is_explained(tmp_path: Path, column: str, key: str) -> None:
-    task = {"name": "token_classification", column: "words"}
-    with pytest.raises(ValidationError, match=f"{column} is no key: {key} names the column"):
-        make(tmp_path, train="a.jsonl", task=task)
 
 
 def test_columns_are_different_and_tokens_known(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import warm
-from support.processes import ROOT, in_a_process, unused_port, wait_until
+from support.processes import in_a_process, unused_port, wait_until
 
 from launch import checks
 from launch.torchrun import sums
@@ -23,36 +23,29 @@ from launch.torchrun.command import Head
 Distil = Callable[..., Any]
 
 
-def test_tested_versions_are_those_of_the_constraints() -> None:
-    pins = dict(
-        re.findall(r"(?m)^([\w-]+)==([^;\s]+)", (ROOT / "constraints.txt").read_text("utf-8"))
-    )
-    assert {name: pins[name] for name in checks.TESTED} == checks.TESTED
-
-
 # Real processes. Checks of the machine are those of test_inputs_of_a_run, too, and the ranks are
 # those of test_a_node_that_does_not_answer.
 @pytest.mark.slow
 def test_this_machine_is_well_and_two_processes_sum() -> None:
     code, out, err = in_a_process("doctor", "--distributed", "--gpus", 2)
     assert code == 0, out + err
-    assert re.search(r"(?m)^(ok|note) +torch: 2\.", out) and out.endswith("all is well\n")
+    assert re.search(r"(?m)^ok +torch: 2\.", out) and out.endswith("all is well\n")
     free = shutil.disk_usage(".").free / 1e9
     (shown,) = re.findall(r"disk: ([\d.]+) GB free", out)
     assert float(shown) == pytest.approx(free, rel=0.05)
     (speed,) = re.findall(r"ok    sums: .* over 2 process\(es\) .*: ([\d.]+) GB/s", out)
-    assert float(speed) > 0 and "clocks: at most 0." in out
+    assert float(speed) > 0
 
 
 def test_a_version_outside_of_what_setup_allows_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     real = checks.metadata.version
-    others = {"torch": "1.13.1", "accelerate": "1.99.0"}
+    others = {"torch": "1.13.1"}
     monkeypatch.setattr(checks.metadata, "version", lambda name: others.get(name) or real(name))
     found = {one.what: one for one in checks.versions()}
     if "distil" in found:
         pytest.skip("this project is not installed as a package")
     assert found["torch"].grade == "fail" and "pip install 'torch" in found["torch"].text
-    assert found["accelerate"] == ("note", "accelerate", "1.99.0; tested is 1.15.0")
+    assert found["accelerate"].grade == "ok"
 
 
 def test_inputs_of_a_run_are_loaded_as_it_would(distil: Distil, run: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, DistilBertForMaskedLM
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.inspect import summary
+from data_prep.inspect import decoded
 from data_prep.prepare import prepare
 from pretrain.export.export import export
 from pretrain.replay import replay
@@ -182,7 +182,7 @@ def test_replay_refuses_an_altered_tokenizer(values: Values, tmp_path: Path) -> 
     with pytest.raises(CorpusError, match=r"tokenizer\.json: .* manifest"):
         replay(tmp_path / "run", 1).token(10)
     with pytest.raises(CorpusError, match=r"tokenizer\.json: .* manifest"):
-        summary(tmp_path / "shards")
+        decoded(tmp_path / "shards")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.disk import sync, write_file
+from data_prep.disk import linked, sync, write_file
 from data_prep.disk.json_files import write_json
 from data_prep.messages import one_line
 from data_prep.pipeline.code import installed
@@ -278,10 +278,7 @@ def _shards(
         if plan.config.keep_text:
             links["texts.arrow"] = text_file(name)
         for file, target in links.items():
-            try:  # a second name: the unit stays whole for another attempt
-                os.link(place / file, final / target)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(place / file, final / target)
+            linked(place / file, final / target)  # the unit stays whole for another attempt
         shard = ShardRecord.model_validate(written["shard"] | {"file": name})
         shards[split].append(shard)
         segments[split] += written["segments"]
