@@ -19,7 +19,6 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 
 _SHARED = 64 << 20  # bytes: what containers have by default, and too little for loader workers
-_TEMPORARY = 1 << 30  # bytes for sockets and code that Triton compiles
 
 Grade = Literal["ok", "note", "fail"]
 
@@ -111,10 +110,6 @@ def places(config: RunConfig | None, checkpoints: int = 0) -> Iterator[Finding]:
         more = ": give the container more (docker run --shm-size=1g)" if few else ""
         text = f"{decimal(free)} free for loader workers{more}"
         yield Finding("fail" if few else "ok", "shared memory", text)
-    temporary = Path(tempfile.gettempdir())
-    free = shutil.disk_usage(temporary).free
-    grade: Grade = "ok" if free > _TEMPORARY else "note"
-    yield Finding(grade, "temporary files", f"{decimal(free)} free in {temporary}")
     there, free = room(config.output if config is not None else Path())
     text = f"{decimal(free)} free in {there}"
     if checkpoints:

@@ -17,7 +17,7 @@ from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.contracts.terms import SignalTerm, Term
 from pretrain.data.hashing import root
 from pretrain.data.order import Order
-from pretrain.data.rows import Skip, StepDataset, check_workers, with_skip
+from pretrain.data.rows import Skip, StepDataset, with_skip
 from pretrain.device.precision import PRECISIONS, choose
 from pretrain.kernels import products
 from pretrain.model import tokenizer_files
@@ -111,7 +111,6 @@ def load_inputs(
         RunError: the batches do not divide, the teacher does not fit, the checkpoint is of another
             run, rows do not exist, or loader workers cannot send.
     """
-    check_workers(config.train.num_workers)
     # Mistakes in the config come first, because they cost no reading of weights.
     manifest = load_manifest(config.shards)
     config = with_defaults(config, ranks.device.type, ranks.num_processes)

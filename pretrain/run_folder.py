@@ -295,23 +295,21 @@ def teacher_of_runs(models: Sequence[str]) -> tuple[str | None, bool]:
 
 
 def another_run(folder: Path, changes: Sequence[str]) -> RunError:
-    """Return the error of a run or checkpoint that this config cannot continue."""
+    """Return the error of a run or checkpoint that this config cannot continue.
+
+    Two changes are named, those of the objective first: others follow from these.
+    """
+    first = ("objective.name", "objective.")
+    ordered = sorted(changes, key=lambda change: [not change.startswith(key) for key in first])
+    more = f"; and {len(ordered) - 2} more" if len(ordered) > 2 else ""
     preset = any(change.startswith("train.precision ") for change in changes)
     return RunError(
-        f"{folder} was made by another run: {shortened(changes)}"
+        f"{folder} was made by another run: {'; '.join(ordered[:2])}{more}"
         + " (--hardware sets the precision unless train.precision=VALUE follows it)" * preset
         + " (objective_file=changed continues with the file as it is now)"
         * any(change.startswith(_OWN) for change in changes)
         + ". Revert the change, or set a different `output:` to start a new run"
     )
-
-
-def shortened(changes: Sequence[str]) -> str:
-    """Return up to two changes, those of the objective first, and the number of the others."""
-    first = ("objective.name", "objective.")  # others follow from these
-    ordered = sorted(changes, key=lambda change: [not change.startswith(key) for key in first])
-    more = f"; and {len(ordered) - 2} more" if len(ordered) > 2 else ""
-    return "; ".join(ordered[:2]) + more
 
 
 def recipe_changes(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,9 +27,6 @@ from pretrain.contracts.batch import Rows
 from pretrain.contracts.process import SUPERVISOR, TIMEOUT, Interrupted, Signals, stop_signals
 from pretrain.data.order import Order
 from pretrain.tasks.task import Examples
-
-_SOCKET = len("/pymp-12345678/listener-12345678")  # the socket that a worker creates in TMPDIR
-_LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
 
 
 class Skip(NamedTuple):
@@ -162,16 +158,6 @@ def next_rows(batches: Iterator[Rows], signals: Signals, seconds: float) -> Rows
         "stopped, or the disk of the shards does not answer; run the same command again, which "
         "goes on after the newest checkpoint"
     )
-
-
-def check_workers(num_workers: int) -> None:
-    """Refuse loader workers where TMPDIR is too long for the sockets they send rows through."""
-    folder = tempfile.gettempdir()
-    if num_workers and len(os.fsencode(folder)) + _SOCKET > _LONGEST_SOCKET:
-        raise RunError(
-            f"TMPDIR {folder}: too long a path for the sockets of loader workers; set TMPDIR to a "
-            f"folder of at most {_LONGEST_SOCKET - _SOCKET} bytes, or train.num_workers to 0"
-        )
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from pretrain.model.model_config import Student
 from pretrain.model.teacher import Teacher
 
 _SHA256 = "of sha256"
+_NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 _NOTE = re.compile(rf"vectors of a file \({_SHA256} ([0-9a-f]{{16}})\)")
 
 
@@ -121,7 +122,7 @@ def _of_file(path: Path, teacher: Teacher) -> Vectors:
                     continue
                 width = width or len(fields) - 1
                 # A word may hold spaces; numbers between it and its vector are a longer vector.
-                more = len(fields) > 1 + width and all(map(_is_number, fields[1:-width]))
+                more = len(fields) > 1 + width and all(map(_NUMBER.fullmatch, fields[1:-width]))
                 if len(fields) <= width or width < 2 or more:
                     raise RunError(
                         f"student.word_vectors {path}: line {number} has {len(fields) - 1} "
@@ -144,14 +145,6 @@ def _of_file(path: Path, teacher: Teacher) -> Vectors:
         )
     values = torch.tensor([vector for _, vector in found.values()])
     return Vectors(torch.tensor([*found]), values, f"a file ({_SHA256} {hash_file(path)[0][:16]})")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _number(path: Path, line: int, text: str) -> float:

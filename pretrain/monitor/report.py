@@ -83,7 +83,8 @@ def report(run: Path) -> list[str]:
             lines.append(f"last line: {then}, {duration(last['elapsed'])} after its start")
     if evaluated:
         last = evaluated[-1]
-        lines.append(f"validation at step {last['step']:,}: {_numbers(_validation(last))}")
+        figures = {k: v for k, v in last.items() if k not in _OF_ROWS}
+        lines.append(f"validation at step {last['step']:,}: {_numbers(figures)}")
     if sealed is not None:
         size = f", {shown}" if (shown := _size(sealed[0])) else ""
         lines.append(f"newest checkpoint: step {checkpoint:,}{size}")
@@ -140,10 +141,6 @@ def _terms(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the terms of a line of training; of a single one the loss says enough."""
     terms = {k: v for k, v in line.items() if k not in (*_NO_TERM, "loss")}
     return terms if len(terms) > 1 else {}
-
-
-def _validation(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in line.items() if k not in _OF_ROWS}
 
 
 def _numbers(values: Mapping[str, float | None]) -> str:

@@ -21,7 +21,7 @@ from pretrain import RunError
 from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant
 from pretrain.objectives.distilbert import cosine_distance
-from pretrain.objectives.objective import Objective
+from pretrain.objectives.objective import OF_ENCODERS, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,7 +37,7 @@ class Embedding(Objective):
     """
 
     tasks: ClassVar[Any] = ("embedding",)
-    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    defaults: ClassVar[Any] = OF_ENCODERS
 
     name: Literal["embedding"] = "embedding"
     cosine: float = Field(1.0, ge=0, le=1e6)

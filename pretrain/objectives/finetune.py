@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant, wide
-from pretrain.objectives.objective import Objective
+from pretrain.objectives.objective import OF_TASKS, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,7 +35,7 @@ class FineTuning(Objective):
 
     tasks: ClassVar[Any] = TASKS
     needs_teacher: ClassVar[bool] = False
-    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    defaults: ClassVar[Any] = OF_TASKS
     parts: ClassVar[Any] = (labels_part("", 1.0),)
 
     name: Literal["finetune"] = "finetune"

@@ -28,7 +28,7 @@ from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Shape, SignalTerm, Term, wide
 from pretrain.objectives.finetune import labels_part, labels_term
 from pretrain.objectives.kd import soft_term
-from pretrain.objectives.objective import Objective, check_width, layer_pairs, layers_term
+from pretrain.objectives.objective import OF_TASKS, Objective, check_width, layer_pairs, layers_term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Insights(Objective):
     """Switch each loss on or off; `layers` has a layer of the teacher for each of the student's."""
 
     tasks: ClassVar[Any] = ("classification",)
-    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    defaults: ClassVar[Any] = OF_TASKS
 
     name: Literal["insights"] = "insights"
     logits: bool = False

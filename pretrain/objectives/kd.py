@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant, wide
 from pretrain.objectives.finetune import TASKS, labels_part, labels_term
-from pretrain.objectives.objective import Objective
+from pretrain.objectives.objective import OF_TASKS, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,7 +40,7 @@ class SoftLabels(Objective):
     """
 
     tasks: ClassVar[Any] = TASKS
-    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    defaults: ClassVar[Any] = OF_TASKS
 
     name: Literal["kd"] = "kd"
     temperature: float = Field(2.0, gt=0, le=1000)

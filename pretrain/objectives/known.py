@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
 )
 
 import pretrain.objectives
+from data_prep.disk.json_files import parse_object, read_regular
 from pretrain import RunError
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.objective import Objective as AnyObjective
@@ -75,12 +77,24 @@ def with_objective(values: Any) -> Any:
     values = {**values, "objective": objective}
     if (kind := objective_kind(values)) is None:
         return values
+    begun = _begun(values)
     for name, defaults in kind.defaults.items():
-        if isinstance(section := values.get(name, {}), dict):
-            values[name] = {**defaults, **section}
+        section, known = values.get(name, {}), begun.get(name, {})
+        if isinstance(section, dict) and not (name == "student" and values.get("model")):
+            kept = {key: known[key] for key in defaults if key in known}
+            values[name] = {**defaults, **kept, **section}
     if isinstance(task := values.get("task", {}), dict):
         values["task"] = {"name": kind.tasks[0], **task}
     return values
+
+
+def _begun(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a run that has begun in this output, which keeps its defaults."""
+    try:
+        found = parse_object(read_regular(Path(values["output"]) / "config.json", 2**20))
+        return found if found["objective"]["name"] == values["objective"]["name"] else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def unread_keys(kind: type[AnyObjective] | AnyObjective) -> dict[str, str]:

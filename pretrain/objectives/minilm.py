@@ -26,7 +26,7 @@ from pretrain.contracts.terms import (
     Shape,
     Term,
 )
-from pretrain.objectives.objective import Objective, layers_term
+from pretrain.objectives.objective import OF_ENCODERS, Objective, layers_term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,7 +45,7 @@ class MiniLM(Objective):
     """
 
     # The paper compares models on text without masks.
-    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    defaults: ClassVar[Any] = OF_ENCODERS
 
     name: Literal["minilm"] = "minilm"
     version: Literal[1, 2] = 2

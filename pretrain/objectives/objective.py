@@ -118,6 +118,21 @@ def layers_term(
     return SignalTerm(name, constant(weight), over, total, True, *needs)
 
 
+_RATE = {"learning_rate": 1e-4, "warmup_ratio": 0.1, "max_grad_norm": 1.0, "weight_decay": 0.01}
+# Of records in docs/results: of tasks (tasks-english), and of encoders (tasks-pretrained).
+OF_TASKS: Mapping[str, Mapping[str, Any]] = {
+    "masking": {"probability": 0.0},
+    "optimizer": _RATE,
+    "train": {"global_batch_size": 32},
+}
+OF_ENCODERS: Mapping[str, Mapping[str, Any]] = {
+    "masking": {"probability": 0.0},
+    "student": {"architecture": "same", "dropout": 0.0, "attention_dropout": 0.0},
+    "optimizer": {"max_grad_norm": 1.0},
+    "train": {"global_batch_size": 4},
+}
+
+
 class Objective(Keys):
     """Configure one paper's losses: a subclass in a file of its own, whose fields are YAML keys.
 

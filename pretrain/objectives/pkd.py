@@ -26,6 +26,7 @@ from pretrain.contracts.terms import Shape, SignalTerm, Term, wide
 from pretrain.objectives.finetune import labels_part, labels_term
 from pretrain.objectives.kd import soft_term
 from pretrain.objectives.objective import (
+    OF_TASKS,
     Objective,
     check_width,
     even_layers,
@@ -48,7 +49,7 @@ class PatientDistillation(Objective):
     """
 
     tasks: ClassVar[Any] = ("classification",)
-    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    defaults: ClassVar[Any] = OF_TASKS
 
     name: Literal["pkd"] = "pkd"
     temperature: float = Field(10.0, gt=0, le=1000)

@@ -23,7 +23,7 @@ from pretrain import RunError
 from pretrain.contracts.terms import Shape, Term
 from pretrain.data.hashing import root
 from pretrain.objectives.finetune import TASKS, labels_part, labels_term
-from pretrain.objectives.objective import Objective, even_layers
+from pretrain.objectives.objective import OF_TASKS, Objective, even_layers
 
 _REPLACING = 4  # this use of the seed; order, masking and dropout have other numbers
 
@@ -32,7 +32,7 @@ class Theseus(Objective):
     """Configure how likely the student's layers stand in for the teacher's."""
 
     tasks: ClassVar[Any] = TASKS
-    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    defaults: ClassVar[Any] = OF_TASKS
     parts: ClassVar[Any] = (labels_part("", 1.0)._replace(reads=("head", "labels", "modules")),)
 
     name: Literal["theseus"] = "theseus"

@@ -35,7 +35,7 @@ from pretrain import RunError
 from pretrain.contracts.needs import Part
 from pretrain.contracts.terms import Shape, Term, wide
 from pretrain.objectives.finetune import TASKS
-from pretrain.objectives.objective import Objective, even_layers, layer_pairs, layers_term
+from pretrain.objectives.objective import OF_TASKS, Objective, even_layers, layer_pairs, layers_term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,7 +53,7 @@ class TinyBert(Objective):
     """
 
     # The paper compares models on text without masks.
-    defaults: ClassVar[Any] = {"masking": {"probability": 0.0}}
+    defaults: ClassVar[Any] = OF_TASKS
     tasks: ClassVar[Any] = ("mlm", *TASKS)
 
     name: Literal["tinybert"] = "tinybert"

@@ -6,7 +6,6 @@ import pty
 import signal
 import subprocess
 import sys
-import tempfile
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -232,20 +231,6 @@ def test_a_start_beside_a_run_that_has_not_saved_yet_names_that_run(start: Start
     assert "another `distil pretrain` (" in second.said()
     assert "checkpoints are gone" not in second.said()
     assert first.code_after(signal.SIGTERM) == 75
-
-
-def test_a_tmpdir_too_long_for_a_worker_s_sockets_is_refused(
-    distil: Any, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = run.parent / ("x" * 80)
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # as in a process that has not used it yet
-    code, _, err = distil("pretrain", run, "train.num_workers=1", MANY)
-    assert code == 2
-    said = f"TMPDIR {folder}: too long a path for the sockets of loader workers"
-    assert said in err.splitlines()[-1]
-    assert not (run.parent / "out" / "checkpoints").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")

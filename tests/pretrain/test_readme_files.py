@@ -33,7 +33,7 @@ def test_every_short_file_and_line_of_the_guide_runs(
         r"sentence-transformers/all-MiniLM-L6-v2|bert-base-uncased": str(teacher_folder),
         r"row_length: \d+": "row_length: 32",
         r"num_layers: \d+": "num_layers: 2",
-        r"epochs: 1, global_batch_size: \d+": "max_steps: 2, global_batch_size: 4, num_workers: 0",
+        r"epochs: 1(, global_batch_size: \d+)?": "max_steps: 2, global_batch_size: 4",
         r"\bminilm\}": "minilm, relation_heads: 8}",
         r"validation: 0.01": "validation: 0.2",
     }
