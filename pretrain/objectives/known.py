@@ -58,7 +58,8 @@ GONE: dict[str, tuple[Any, ...]] = {
 
 def without_gone(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a recorded config without keys and values that are gone since."""
-    found = {key: value for key, value in values.items() if key != "resume_from"}
+    found = dict(values)
+    found.pop("resume_from", None)
     for name, gone in GONE.items():
         section, key = name.split(".")
         if isinstance(held := found.get(section), dict) and held.get(key) in gone:

@@ -121,7 +121,7 @@ def training(tmp_path: Path, teacher_folder: Path, run_config: Settings) -> Iter
     settings = RECIPE | {"checkpoint": {"every": 1, "keep": 2}, "evaluation": {"every": 0}}
     values = run_config(tmp_path / "busy", teacher_folder, **settings)
     values["student"] = {"num_layers": 2, "architecture": "same"}
-    values["train"] |= {"max_steps": 100_000, "global_batch_size": 64}  # steps take a while
+    values["train"] |= {"max_steps": 100_000, "global_batch_size": 128}  # steps take a while
     log = tmp_path / "busy.log"
     with log.open("wb") as file:
         arguments = ("-m", "launch", "pretrain", write_yaml(values))
