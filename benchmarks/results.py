@@ -33,12 +33,14 @@ _SEED = re.compile(r"-seed[0-9]+")
 _DEVICES, _OTHERS = "{checked devices}", ("H100", "A100", "V100")
 _FIELDS = ("tokens", "cpu_seconds")  # of a row, shown like figures
 
+_COARSE = ("MB", "ms", "M parameters")  # figures of one digit after the point
 
-def shown(figures: Sequence[Figure], *, percent: bool = False) -> str:
+
+def shown(figures: Sequence[Figure], *, percent: bool = False, coarse: bool = False) -> str:
     """Return the mean of several seeds with their range, or a value with its interval."""
     values = [figure.value for figure in figures]
     first, factor, unit = mean(values), 100 if percent else 1, " %" if percent else ""
-    if percent:
+    if percent or coarse:
         digits = 1
     elif first >= 100 or first == int(first):  # a count
         digits = 0
@@ -105,10 +107,10 @@ class Records:
             except KeyError:
                 raise ValueError(f"no record in docs/results has {found[0]}") from None
             if unit == ":minutes":
-                return shown([Figure(mean(figure.value for figure in figures) / 60)])
+                return shown([Figure(mean(figure.value for figure in figures) / 60)], coarse=True)
             if unit == ":errors":
                 figures = [_errors(figure) for figure in figures]
-            return shown(figures, percent=unit in ("%", ":errors"))
+            return shown(figures, percent=unit in ("%", ":errors"), coarse=figure in _COARSE)
 
         return _REFERENCE.sub(value, text.replace(_DEVICES, self.devices()))
 

@@ -141,7 +141,7 @@ def test_seeds_are_averaged_and_later_records_win(tmp_path: Path) -> None:
     texts = {"sections": [section, {**section, "file": "y", "title": "Y"}], "rows": [claim]}
     texts |= {"summary": "S", "columns": ["score", "minutes", "control"]}
     lines = summary(records, texts).splitlines()
-    assert "| [W](results/x.md) | 10.0 % ±10.0 | 1.700 |  | a CPU, bf16 | `distil x` |" in lines
+    assert "| [W](results/x.md) | 10.0 % ±10.0 | 1.7 |  | a CPU, bf16 | `distil x` |" in lines
     assert lines[-1] == "- [Y](results/y.md)"
     assert header(records, "{x/teacher/pearson}", "# Title.\n#\n# Measured: old\n# x\na: 1\n") == (
         "# Title.\n#\n# Measured: 0.900 ±0.100\na: 1\n"
