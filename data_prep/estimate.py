@@ -32,7 +32,8 @@ class SourceEstimate:
     """Hold the estimate of a source, scaled up from the `share` of its stored bytes that was read.
 
     `rows` and `fill` are by row length. `seconds` are of one worker, and `longest` those of the
-    largest unit of extraction. `is_beginning`: of a large compressed file no other part was read.
+    largest unit of extraction. `is_beginning`: only the beginning of a large compressed file was
+    read.
     """
 
     name: str

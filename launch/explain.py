@@ -61,7 +61,7 @@ def model_of(values: Mapping[str, Any]) -> type[Keys] | None:
 def unread(config: BaseModel, values: dict[str, Any]) -> str | None:
     """Return a mistake that no key has by itself: one is written, and nothing reads it.
 
-    In the `defaults:` of a recipe, and in a sweep, it is one if no run reads it.
+    A key in a recipe's `defaults:`, or in a sweep, is a mistake only if no run reads it.
     """
     groups: list[tuple[str, list[RunConfig], Any]] = []
     if isinstance(config, Recipe):

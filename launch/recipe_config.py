@@ -92,7 +92,7 @@ def entries_of(sweep: Any) -> Iterator[Combination]:
             raise ValueError("sweep.output: each run has an output of its name: remove the key")
         if "shards" in keys and axis != "shards":
             raise ValueError(
-                "sweep.shards: tasks are an axis of their own: give a list, such as shards: "
+                "sweep.shards: cannot be in a named section; give a list, such as shards: "
                 "[shards/rte, shards/cola]"
             )
     seen = {""}

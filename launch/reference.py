@@ -61,7 +61,7 @@ class Key(NamedTuple):
     values: str  # what it takes
     default: str
     text: str
-    section: str  # the name of this section, if several may stand here
+    section: str  # name of its section, where several kinds are possible
 
 
 def schema(kind: str) -> dict[str, Any]:

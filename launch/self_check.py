@@ -47,8 +47,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 _WORDS = [f"{a}{b}{c}" for a in "bdfgl" for b in "aeiou" for c in "kprst"]
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-# Steps of the run that is killed once it has a checkpoint, of step 10. A GPU makes one in 5 ms, and
-# with 40 steps it was at the end before it was killed.
+# Steps of the run that is killed after its checkpoint at step 10. A GPU takes 5 ms per step: a run
+# of 40 steps ended before it could be killed.
 _KILLED = 120
 
 
@@ -102,7 +102,7 @@ def killed_curve(values: dict[str, Any]) -> list[float]:
     """Return the losses of a run that a signal kills after its first checkpoint.
 
     Raises:
-        RuntimeError: it ended before.
+        RuntimeError: the run ended before it could be killed.
     """
     config, output = Path(values["output"] + ".json"), Path(values["output"])
     replace_json(config, values)

@@ -46,9 +46,9 @@ class TrimKeys(Keys):
     shards: Path
     """A corpus of the model's tokenizer: the tokens of its training rows stay."""
     min_count: int = Field(1, ge=1)
-    """Tokens that are rarer go, but special ones and single characters."""
+    """Remove tokens that are rarer, except special ones and single characters."""
     size: int | None = Field(None, ge=1)
-    """The most frequent tokens that are used, at most so many in all, in place of `min_count`."""
+    """Keep the most frequent of the used tokens, at most this many; replaces `min_count`."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TrimKeys:
@@ -203,10 +203,10 @@ class SweepKeys(Keys):
     output: Path
     """Folder of the table."""
     keep_weights: bool = False
-    """Of a sweep: other runs can use the results."""
+    """Keep the weights of a sweep's finished runs, so that other runs can use them."""
     at_once: int | None = Field(None, ge=1)
     """Of a sweep: how many runs train together. None: as many as cores or GPUs allow."""
     sweep: dict[str, RunConfig]
     """Lists of values by key, or named sections of keys: a run for each combination of them."""
     groups: dict[str, str]
-    """Of each run: its entry of the table, where runs differ by their seeds."""
+    """Maps each run to its table entry; runs of one entry differ only in the seed."""

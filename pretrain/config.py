@@ -270,8 +270,8 @@ class RunConfig(Keys):
         for part in self.objective.parts:
             if part.over not in self.task.counts:
                 raise ValueError(
-                    f"objective {self.objective.name}: a term is a mean over {part.over}, and task "
-                    f"{self.task.name} counts {', '.join(self.task.counts)}"
+                    f"objective {self.objective.name}: averages a term over {part.over}, which "
+                    f"task {self.task.name} does not count (only {', '.join(self.task.counts)})"
                 )
         self.task.check(self)
         if (example := self.card.example) is not None:

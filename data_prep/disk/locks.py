@@ -145,9 +145,9 @@ def lock(
     A holder on this machine is known to be alive or dead at once. One on another machine is
     watched: Busy as soon as its counter moves, taken over if it stands still for `patience`
     seconds, and `waiting(seconds_left, host)` is called about once a second meanwhile. A holder
-    writes every `beat` seconds, from a thread: all processes need the same two numbers. `output`
-    is what messages name (else `folder`), `who` the command that the other process runs; `identity`
-    is this process unless given.
+    writes every `beat` seconds, from a thread: all processes need the same two numbers. Messages
+    name `output` (default: `folder`) and `who`, the command of the other process. `identity`
+    defaults to this process.
 
     After a takeover two processes may work until the old one calls `Lock.check`: what they write
     must be the same bytes, renamed into place.
@@ -208,8 +208,8 @@ def this_process() -> Identity:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        # macOS: the network card tells two machines of one name apart. Windows: os.kill would end
-        # the process that it asks about, so that every other process counts as far away.
+        # macOS: tell machines of the same name apart by the network card. Windows: os.kill would
+        # end the process it asks about, so every other process counts as remote.
         boot = f"{uuid.getnode():x}" if os.name == "posix" else uuid.uuid4().hex
         namespace = ""
     return Identity(host, boot, namespace, pid, _started(pid) or "")

@@ -1,7 +1,8 @@
 """Keep with a folder what it was made of, so that it is made again for anything else.
 
 The record is a JSON file of the folder: `inputs`, the hashes of the folder's `files`, and what its
-maker adds. A folder is made beside its place under a name that a living process holds a lock of.
+maker adds. A folder is built next to its final place, under a temporary name that its maker keeps
+locked.
 """
 
 from __future__ import annotations

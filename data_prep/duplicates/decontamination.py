@@ -152,7 +152,7 @@ def _words(field: str) -> Words:
     """Return the words of a field; none of labels, numbers, dates and addresses."""
     text = clean(field)
     words = word_hashes(text)
-    # Without a space it is a text only in a script that has none, such as Chinese.
+    # A field without a space counts as text only in scripts without spaces, such as Chinese.
     letters = any(character.isalpha() for character in text)
     is_text = letters and len(words) >= 2 and (" " in text or not text.isascii())
     return words if is_text else words[:0]

@@ -53,8 +53,8 @@ def counts_of(
     Args:
         found: examples by split; each is compared with itself and with those before it.
         spare: examples without labels, which are trained on, too.
-        label_of: returns what is equal of equal labels; None of an example without one.
-        config: its `allow_shared` warns where it is refused otherwise.
+        label_of: returns a key that is the same for equal labels; None without a label.
+        config: with `allow_shared`, shared texts give a warning instead of an error.
         warn: receives what a user should know.
 
     Raises:

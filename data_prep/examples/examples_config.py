@@ -45,8 +45,8 @@ class Columns(Keys):
     label: Column | None = None
     """Column of the label. None: `label`, of tagging `tags`, of answers `answers`."""
     probabilities: Column | tuple[Column, ...] | None = None
-    """Of classification, with `labels`: the column of a list of numbers for each example, as a
-    large model gives them, or a column for each label.
+    """Classification with `labels` only: the column that lists each example's probabilities (a
+    large model's, for instance), or one column per label.
     """
     id: Column | None = None
     """Column of a name of the example. None: its number in the file."""
@@ -60,7 +60,7 @@ class Columns(Keys):
     @model_validator(mode="after")
     def _fits(self) -> Columns:
         if self.metric not in (None, *_METRICS[self.name]):
-            raise ValueError(f"metric: of {self.name} take {', '.join(_METRICS[self.name])}")
+            raise ValueError(f"metric: for {self.name} use {', '.join(_METRICS[self.name])}")
         if self.name == "similarity" and self.pair is None:
             raise ValueError("similarity compares two texts: name the column of the second in pair")
         if self.name not in ("classification", "token_classification") and self.labels:
@@ -114,13 +114,13 @@ class ExamplesConfig(Keys):
     most: Annotated[int, Field(ge=1)] | None = None
     """A sample of so many training examples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of that sample, and of the share."""
+    """Seed of that sample, and of the validation share."""
     allow_shared: bool = False
-    """Take files although more than a tenth of the texts of one are in another, too."""
+    """Accept files even if more than a tenth of the texts of one are also in another."""
     max_unknown: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of tokens that may be unknown: with more the tokenizer is not of this text."""
+    """Largest accepted share of unknown tokens: above it the tokenizer does not fit the text."""
     licence: str = ""
-    """Of the data, for the model card."""
+    """Licence of the data, shown on the model card."""
 
     @field_validator("validation", mode="before")
     @classmethod

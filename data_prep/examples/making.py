@@ -35,7 +35,7 @@ from data_prep.shards.manifest import (
 from data_prep.shards.writing import file_record, write_batch
 from data_prep.tokens import Tokens, load
 
-BEHAVIOUR = 4  # raised when the same files would give other bytes
+BEHAVIOUR = 4  # increment when the same files give different bytes
 _MULTIPLE = 8  # a row's length is a multiple
 _LETTERS = 4.5  # letters of a token, for an estimate
 _BY_TEXT = ("question_answering", "similarity")  # measured on texts, not on rows
@@ -224,7 +224,7 @@ def _divide(
         if len(held) >= len(train):
             raise CorpusError(f"{config.train}: too few different texts to take {num} examples")
         if len(held) > 2 * num:
-            warn(f"{config.train}: {len(held):,} examples are held out for {num:,}: equal texts")
+            warn(f"{config.train}: {len(held):,} held out, not {num:,}: equal texts stay together")
         found["validation"] = [train[i] for i in sorted(held)]
         order = [i for i in order if i not in held]
     if config.most is not None:

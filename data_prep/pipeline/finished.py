@@ -136,7 +136,7 @@ def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) ->
 
 
 def check_folders(config: CorpusConfig) -> None:
-    """Refuse outputs that hold what is not ours; CorpusError names it."""
+    """Refuse an output with a file that `distil prepare` did not write; CorpusError names it."""
     output = config.output
     folders = [output, *(config.folder(length) for length in config.row_lengths)]
     lengths = {folder.name for folder in folders if folder != output}

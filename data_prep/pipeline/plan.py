@@ -95,7 +95,7 @@ class Cuts:
             values: dict[str, Any] = {"cuts": self._kept}
             fresh = self._file.with_name(f".{self._file.name}-{uuid.uuid4().hex[:8]}")
             write_json(fresh, values | {"self_sha256": self_sha256(values)})
-            os.replace(fresh, self._file)  # other tasks write theirs
+            os.replace(fresh, self._file)  # atomic: other tasks write this file, too
             self._is_new = False
 
 

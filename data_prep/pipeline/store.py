@@ -96,9 +96,9 @@ class Store:
         )
 
     def send(self, folder: Path, unit: Unit, record: UnitRecord) -> None:
-        """Copy a unit's files, and its record when they are there; `folder` is the stage's.
+        """Copy a unit's files to the store and, once all have arrived, its record.
 
-        The names in `folder` are the store's.
+        `folder` is the stage's; files keep their names in the store.
         """
         name = name_of(unit)
         with reached(f"{self.url}/{unit.stage}", "cannot be written") as (files, root):

@@ -86,7 +86,7 @@ class Segments:
         return RowSegments(counts, numbers, self._whole[numbers])
 
     def texts(self, first: int, last: int) -> list[str | None]:
-        """Return the cleaned texts of segments `first` to `last` - 1; None for a piece of one.
+        """Return the cleaned texts of segments `first` to `last` - 1 (None: part of a document).
 
         Each file is compared with its sha256 when this process first needs it, then mapped.
 
@@ -101,7 +101,7 @@ class Segments:
                 "`output`"
             )
         if not 0 <= first <= last <= len(self):
-            raise IndexError(f"segments {first} to {last} of 0 to {len(self)} in {folder}")
+            raise IndexError(f"{folder}: segments {first} to {last} are outside 0 to {len(self)}")
         found: list[str | None] = []
         for number, record in enumerate(manifest.splits[self.shards.split].shards):
             start, end = self._starts[number : number + 2].tolist()

@@ -362,7 +362,7 @@ def reached(url: str, what: str = "cannot be read") -> Iterator[tuple[Any, str]]
         yield found
     except CorpusError:
         raise
-    except Exception as error:  # each store has its own
+    except Exception as error:  # each store raises its own exceptions
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise  # an error of this machine
         raise failed(url, error, what) from None  # the cause may hold a signed URL

@@ -1,4 +1,4 @@
-"""Turn records into documents: objects of JSON lines, rows of CSV with quotes or of TSV without."""
+"""Turn records into documents: JSON Lines objects, and rows of CSV (quoted) or TSV (unquoted)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RecordSource(FileSource):
 
     @staticmethod
     def sampled(pieces: Sequence[Piece]) -> list[str]:
-        """Return the paths of some files, evenly spread: all of up to 39, else 20 to 39 of them."""
+        """Return the paths of evenly spread files: all if there are up to 39, else 20 to 39."""
         files = [piece.path for piece in pieces if piece.start == 0]
         return files[:: max(1, len(files) // _FILES)]
 

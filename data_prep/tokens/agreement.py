@@ -1,8 +1,8 @@
 """Compare a folder's tokenizer with what transformers makes of the folder.
 
-transformers 5 builds the tokenizer of a class that it knows anew, from the vocabulary and from
-settings in several files, so a folder's tokenizer.json may say one thing and transformers read
-another. Which settings count differs between its classes and releases: only texts tell.
+transformers 5 rebuilds the tokenizer of each class that it knows, from the vocabulary and from
+settings in several files, so it may not do what the folder's tokenizer.json says. Which settings
+count differs between its classes and releases: only texts tell.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from launch.torchrun.start import Launch
 
 _PINNED = re.compile(r".+@[0-9a-f]{40}")  # a hub's name with its commit
-State = Literal["new", "begun", "done"]  # as the folder looks; what is done is compared in its turn
+State = Literal["new", "begun", "done"]  # judged by the folder; inputs of "done" are compared later
 # Real paths of what earlier stages make; with the sizes of a model, or the rows of shards, where
 # they are known.
 Made = Mapping[Path, Sizes | Planned | None]

@@ -293,7 +293,7 @@ def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
             )
         return head, list(ranks)
     if given not in ranks:
-        raise RunError(f"--node-rank {given}: of {asked.nodes} nodes the last is {ranks[-1]}")
+        raise RunError(f"--node-rank {given}: with --nodes {asked.nodes}, give 0 to {ranks[-1]}")
     return head, [given]
 
 

@@ -119,7 +119,7 @@ def _met(rank: int, node: int, layout: Layout, head: Head, seconds: int) -> tupl
             "--nodes or --gpus"
         )
     if again:
-        raise RunError(f"another command says --node-rank {node}, too: each node has its own")
+        raise RunError(f"--node-rank {node} is used by two commands; give each node its own")
     store.set(f"rank {rank}", socket.gethostname())
     names = [f"rank {other}" for other in range(world)]
     ends = time.monotonic() + seconds

@@ -102,7 +102,8 @@ def supervise(
             show(ended.cause, code, logs, str(status.get("error", "")))
             steps.append(ended.cause.step)
             if code != ExitCode.BUG or signals or not may_restart(steps, max_restarts):
-                if not status or code == ExitCode.BUG:  # a rank knows its own end, not the cause
+                # A rank records how it ended itself, not the first failure.
+                if not status or code == ExitCode.BUG:
                     with suppress(OSError):
                         write_status(
                             output,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # takes two seconds, which ranks without a model need not wait
+if TYPE_CHECKING:  # the import takes two seconds, and not all ranks need it
     from transformers import PreTrainedModel
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from pretrain.contracts.packing import Packing
 
 IGNORE = -100  # label of a slot without a prediction: the default of torch's cross-entropy
-# Of a task with a head, among the labels: where the tokens of each example are in the B * L
-# positions [examples, longest], and -1 behind an example.
+# Label of tasks with a head [examples, longest]: the index of each example's tokens among the B * L
+# positions, -1 after its last token.
 PLACES = "places"
 
 # The rows of a rank in a step, as a loader's worker sends them: `input_ids` [R, L] in the shards'

@@ -52,7 +52,7 @@ class Footprint:
         config: the run, with a precision.
         student, teacher: sizes of Transformers.
         rows: of the shards; those of a micro-batch are taken as full.
-        device: "cpu" or "cuda", which need not be here.
+        device: "cpu" or "cuda"; this machine need not have it.
     """
 
     def __init__(

@@ -273,7 +273,7 @@ def evaluate_encoders(
 ) -> dict[str, dict[str, Figure]]:
     """Measure encoders on validation documents of shards, or on a file of pairs with scores.
 
-    The teacher is a row, too, and so are the students of its runs before training. With
+    The teacher also gets a row, and so does each run's student as it was before training. With
     `same_vocabulary` a teacher without tokenizer.json reads the first model's tokens.
 
     Returns:

@@ -319,7 +319,7 @@ def push(folder: Path, repository: str, token: str) -> str:
     try:
         api.create_repo(repository, exist_ok=True)
         commit = api.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # the HTTP library, the hub and its transfer library differ
+    except Exception as error:  # HTTP, hub and transfer libraries raise unrelated exceptions
         reason = first_line(error).replace(token, "***")
         raise RunError(
             f"{folder} is written, but not uploaded to {repository}: {reason}; the same command "

@@ -104,7 +104,7 @@ _OTHERS = {"bilstm": BiLstm()}
 
 
 def architecture_of(name: str | None) -> Architecture:
-    """Return what answers for a family, or for the key `architecture` of a student."""
+    """Return the rules for a model family, or for a student's `architecture`."""
     return _OTHERS.get(name or "", Architecture())
 
 

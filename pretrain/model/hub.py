@@ -45,7 +45,7 @@ def look_up(who: str, name: str) -> None:
 
 
 def not_there(who: str, error: Exception) -> RunError:
-    """Return the error of a name that is no folder here, and that the hub did not give."""
+    """Return the error for a name that is not a local folder and that the hub does not give."""
     why = f"the hub does not give it ({first_line(error)})"
     if "Connect" in f"{type(error)} {error}" or "offline" in str(error).lower():
         why = "the hub cannot be reached from this machine"

@@ -322,7 +322,7 @@ def _refuse_other_inputs(who: str, settings: Mapping[str, Any]) -> None:
 
 
 def _refuse_others(who: str, file: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a key of a file that must have one value."""
+    """Refuse a file that sets a key to anything but the one supported value."""
     for key, value in _FIXED[file].items():
         if (found := settings.get(key, value)) != value:
             raise RunError(

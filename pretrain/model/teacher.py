@@ -67,7 +67,7 @@ def load_teacher(
             a text differently.
         needs_head: refuse a teacher without a trained MLM head.
         sentences: also read the modules that make its sentence vectors.
-        of_task: the head of a task is read by others.
+        of_task: the caller reads the task's head, so do not warn about its weights.
         any_vocabulary: accept a teacher with another tokenizer, which reads texts.
 
     Raises:

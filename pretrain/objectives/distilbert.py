@@ -45,7 +45,7 @@ class DistilBert(Objective):
     cosine: float = Field(1.0, ge=0, le=1e6)
     """Weight of the distance of the last hidden states."""
     mse: float = Field(0.0, ge=0, le=1e6)
-    """Weight of the squared difference of logits, which takes the slower way."""
+    """Weight of the squared difference of logits. Slower: autograd keeps all logits of a chunk."""
     hidden_mse: float = Field(0.0, ge=0, le=1e6)
     """Weight of the squared difference of the last hidden states."""
     kl_positions: Literal["all", "masked"] = "all"

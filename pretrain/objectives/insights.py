@@ -69,7 +69,7 @@ class Insights(Objective):
     def parts(self) -> tuple[Part, ...]:
         """Return the terms that are on."""
         share, over, squares = self.share, "sequences", "squared difference of normalised"
-        # Also for logits alone the teacher runs: `layers` are its own.
+        # Reading `layers` makes the teacher run in each step, even if only logits are compared.
         logits = Part("", share, "KL of soft labels at temperature 1", over, ("head", "layers"))
         hidden = Part("", share, f"{squares} hidden states", over, ("layers",))
         found = (

@@ -127,7 +127,7 @@ def objective_of(state: Mapping[str, Any]) -> AnyObjective:
             return own
     except ValidationError:
         raise RunError(
-            f"objective {values['name']}: the run does not say what it was; restore its state.json"
+            f"objective {values['name']}: state.json of the run does not describe it; restore it"
         ) from None
     found: AnyObjective = TypeAdapter(Objective).validate_python(values)
     return found

@@ -127,7 +127,7 @@ OF_TASKS: Mapping[str, Mapping[str, Any]] = {
 }
 OF_ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "masking": {"probability": 0.0},
-    "student": {"architecture": "same", "dropout": 0.0, "attention_dropout": 0.0},
+    "student": {"dropout": 0.0, "attention_dropout": 0.0},
     "optimizer": {"max_grad_norm": 1.0},
     "train": {"global_batch_size": 4},
 }
@@ -186,7 +186,7 @@ class Objective(Keys):
         return nn.ModuleDict()
 
     def begin(self, adapters: nn.ModuleDict) -> None:
-        """Change the first weights of the modules where they are not random."""
+        """Set the initial weights of adapters that should not start random."""
 
     def running(self, step: int, seed: int, num_layers: int) -> tuple[bool, ...] | None:
         """Return which of the student's layers run in a step; None: all, as in most papers.

@@ -232,4 +232,4 @@ class Recorded(Objective):
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Refuse to compute."""
-        raise RunError(f"objective {self.name}: nothing is computed of a recorded objective")
+        raise RunError(f"objective {self.name}: its code is not recorded, only what it was")

@@ -63,7 +63,7 @@ class Head(ABC):
     kind: ClassVar[str]  # of examples, as `distil prepare` names them
     output: ClassVar[Output]  # of a model, as its checkpoints name it
     metric: ClassVar[str]  # the usual score
-    columns: ClassVar[tuple[str, ...]]  # of labels; the first tells which rows have one
+    columns: ClassVar[tuple[str, ...]]  # label columns; the first tells which rows have a label
     nothing: ClassVar[float] = IGNORE  # stands where a row has no label
     by_token: ClassVar[tuple[str, ...]] = ()  # labels with an entry for each token
     has_classes: ClassVar[bool] = True  # is the guess the class with the highest logit?
@@ -201,7 +201,7 @@ class Tags(_ByToken):
         return cross_entropy(logits.flatten(0, 1), tags_N, reduction="sum")
 
     def decided(self, logits: NDArray[Any], columns: Columns) -> NDArray[Any]:
-        """Return the guesses of words alone."""
+        """Return the predicted tags, only at tokens with a label (the first of each word)."""
         chosen = logits.argmax(-1)
         found: NDArray[Any] = chosen[columns["tags"][:, : chosen.shape[1]] != IGNORE]
         return found

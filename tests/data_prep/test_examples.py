@@ -414,7 +414,7 @@ def test_longer_examples_may_be_cut(tmp_path: Path) -> None:
     [
         ({"name": "regression", "labels": ["a", "b"]}, "regression has no classes"),
         ({"name": "classification", "labels": ["a", "a"]}, "two or more, each once"),
-        ({"name": "classification", "metric": "pearson"}, "take accuracy, mcc"),
+        ({"name": "classification", "metric": "pearson"}, "use accuracy, mcc"),
         ({"name": "similarity"}, "name the column of the second"),
     ],
 )

@@ -82,7 +82,7 @@ def test_segments_and_texts_are_those_of_the_documents(folder: Path) -> None:
         for row in (-1, len(rows)):
             with pytest.raises(IndexError, match="row outside"):
                 segments.of_rows([row])
-        with pytest.raises(IndexError, match="segments 0 to"):
+        with pytest.raises(IndexError, match=r"segments 0 to .* outside"):
             segments.texts(0, len(texts) + 1)
 
 

@@ -347,7 +347,7 @@ def test_slurm_names_the_node_the_head_and_the_launch(
         ("train.max_stepz=3", "did you mean train.max_steps"),
         ("--nodes 2", "--nodes 2: without Slurm it needs --head HOST"),
         ("--nodes 2 --head h", "--nodes 2: add --node-rank R, another number on each node"),
-        ("--nodes 2 --head h --node-rank 2", "of 2 nodes the last is 1"),
+        ("--nodes 2 --head h --node-rank 2", "--node-rank 2: with --nodes 2"),
         ("--nodes 2 --head h:x", "--head h:x: is not HOST or HOST:PORT"),
         ("--head h", "--head: is for several nodes: add --nodes N"),
         ("--node-rank 0", "--node-rank: is for several nodes: add --nodes N"),

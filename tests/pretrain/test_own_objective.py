@@ -255,7 +255,7 @@ def test_mistakes_in_keys_and_parts_are_named(distil: Any, config: dict[str, Any
     file = Path("my_loss.py")
     text = file.read_text(encoding="utf-8")
     for before, after, part in (
-        ('a layer", "tokens"', 'a layer", "words"', "a mean over words"),
+        ('a layer", "tokens"', 'a layer", "words"', "averages a term over words"),
         ('self.weight, "tokens"', 'self.weight, "sequences"', "both need the same order"),
     ):
         assert before in text

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 DETAIL_CHARACTERS = 200
 EXAMPLES = 20  # so many examples of leftovers, by class
-_SAID = 10  # broken files of a unit that are named
+_SAID = 10  # an error names at most this many broken files of a unit
 COUNTS = ("dropped", "noted", "leftovers", "contaminated")
 
 

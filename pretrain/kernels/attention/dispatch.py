@@ -37,7 +37,7 @@ def usable(
 ) -> list[Backend]:
     """Return the kernels that can be used, the fastest first and `masked`, which always can, last.
 
-    Of the faster ones only `flash` supports a window, and on GPUs dropout.
+    Besides `masked`, only `flash` supports a window and, on GPUs, dropout.
 
     The meta device counts as a GPU of compute capability 9.0.
     """

@@ -44,9 +44,9 @@ def losses_and_gradient(
 ) -> Values:
     """Compute `closed_form.losses_and_gradient` in fp32, bf16 or fp16; `teacher_nV` is not changed.
 
-    Values of all rows are computed, also those of weight 0: every caller passes only rows of a
-    term, and a weight can be 0 because its factor is. For nearly equal logits the KL has an
-    absolute error of 1e-6 T^2, and for equal ones it is exactly 0.
+    Values are computed even for rows of weight 0: callers pass only rows of a term, so such a
+    weight means that the term's factor is 0. For nearly equal logits the KL has an absolute error
+    of 1e-6 T^2, and for equal ones it is exactly 0.
     """
     n, vocabulary = student_nV.shape
     m = 0 if weights.cross_entropy_m is None else labels_m.shape[0]

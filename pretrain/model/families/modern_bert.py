@@ -121,8 +121,8 @@ class ModernBert(Family):
         kinds = [teacher.layer_types[layer] for layer in copied]
         if (period := _period(kinds)) is None:
             raise ValueError(
-                f"layers {list(copied)} of the teacher have global attention at places that do not "
-                "repeat; list layers whose kinds do"
+                f"teacher layers {list(copied)}: global attention does not recur every N layers; "
+                "list layers where it does"
             )
         return {"layer_types": kinds, "global_attn_every_n_layers": period}
 

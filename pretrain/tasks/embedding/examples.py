@@ -254,7 +254,7 @@ def find_vectors(
             )
         digest, name = teacher.sha256 + head.digest, teacher.public_name
         return found(head.width, head.normalised, digest, name)
-    # From here on a file: one that is there, or one that the first start writes.
+    # From here on vectors come from a file, which exists or is written by the first start.
     known = None if teacher is None else _digest(teacher)
     if path.exists():
         record, width = read_record(path, manifest, known)

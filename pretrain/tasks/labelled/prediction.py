@@ -76,7 +76,7 @@ def by_length(
     logits_of: Callable[[NDArray[np.int64]], NDArray[np.float32]],
     together: int = ROWS,
 ) -> NDArray[np.float32]:
-    """Return the logits of rows, of which few at a time are computed, the longest first.
+    """Return the logits of rows, computed a few at a time, longest first.
 
     Args:
         ids: of the rows [R, L].

@@ -190,7 +190,7 @@ def draw_words(
         special: which tokens of the vocabulary are special; no word reaches over one [V].
     """
     length = ids.shape[1]
-    # A token begins one unless it goes on with the one before, which is not special.
+    # A token begins a word unless it continues the token before it, which must not be special.
     around = special[ids]
     begins = ~words.goes_on[ids] | around
     begins[:, 0] = True
