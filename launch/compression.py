@@ -23,7 +23,7 @@ from data_prep.messages import warn
 from launch.console import print_table, show
 from pretrain import RunError
 from pretrain.contracts.terms import Sizes
-from pretrain.model.architectures import longest_row
+from pretrain.model.architectures import TRANSFORMERS, longest_row
 from pretrain.monitor.figures import Figure
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 _RATES = {"encoder": (5e-4, 384), "masked": (2e-3, 256), "labels": (1e-4, 384)}
 _LONGEST = {"encoder": 512, "masked": 128, "labels": 128}  # tokens of a row, or of an example
 _FEWEST = {"encoder": 100, "masked": 2, "labels": 50}  # texts: some are held out, and measured on
-_FAMILIES = ("bert", "distilbert", "roberta", "xlm-roberta", "camembert", "modernbert")
 _HEAD = """\
 # {what}. Made by
 #
@@ -202,11 +201,12 @@ def _facts(model: str, of_labels: bool) -> Facts:
     except OSError as error:
         raise not_there(model, error) from None
     sizes, name = Sizes.of(raw), str((raw.get("architectures") or [""])[0])
-    if sizes is None or sizes.family not in _FAMILIES:
+    if sizes is None or sizes.family not in TRANSFORMERS:
+        known = ", ".join(TRANSFORMERS)
         raise RunError(
-            f"{model}: model_type {raw.get('model_type')}: this command takes layers of "
-            f"{', '.join(_FAMILIES)}. Let it write vectors (docs/papers/sentence-embeddings.md) or "
-            "probabilities of your texts, and distil those: shipped:own-task.yaml"
+            f"{model}: model_type {raw.get('model_type')}: this command takes layers of {known}. "
+            "Let it write vectors (docs/papers/sentence-embeddings.md) or probabilities of your "
+            "texts, and distil those: shipped:own-task.yaml"
         )
     classifier = name.endswith("ForSequenceClassification")
     masked = name.endswith(("ForMaskedLM", "ForPreTraining"))

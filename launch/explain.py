@@ -203,7 +203,7 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], location: Sequence[
             close = difflib.get_close_matches(name, siblings, n=1)
             hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(siblings)}"
             return f"unknown key {key}; {hint}"
-    if ".".join(map(str, location[-2:])) in GONE:
+    if ".".join(map(str, location[-2:])) in (*GONE, "resume_from"):
         return f"key {key} is gone in this version: remove it"
     if ":" in name:
         return f"unknown key {key}: YAML needs a space after the colon"

@@ -37,6 +37,7 @@ ATTENDING = {name: family for name, family in FAMILIES.items() if family.attends
 CURVES = Path(__file__).with_name("curves.json")
 TOLERANCE = 1e-3  # relative difference of a loss: TF32 rounds factors to 10 bits
 STEPS = 6
+_RATE = {"learning_rate": 1e-4, "warmup_ratio": 0.05, "max_grad_norm": 5.0, "weight_decay": 0.0}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "distilbert": {"name": "distilbert", "hidden_mse": 1.0},
     "minilm 1": {"name": "minilm", "version": 1},
@@ -172,7 +173,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
             "shards": str(folder / "shards"),
             "student": {"architecture": "same", "num_layers": 2, **none},
             "teacher_vocabulary": "same",  # families keep their vocabularies in different files
-            "optimizer": {"learning_rate": 1e-4},
+            "optimizer": _RATE,
             "train": {
                 "max_steps": STEPS,
                 "global_batch_size": 16,

@@ -258,6 +258,8 @@ class RunConfig(Keys):
     def _objective_by_default(cls, values: Any) -> Any:
         if isinstance(values, dict):  # a run's config.json also says what computed it
             values = {key: value for key, value in values.items() if key not in COMPUTED_BY}
+            if values.get("resume_from", "") is None:  # of an earlier version
+                del values["resume_from"]
         return with_objective(values)
 
     @model_validator(mode="after")

@@ -40,7 +40,7 @@ def evaluate(
     ] = False,
     split: Annotated[
         Literal["train", "validation", "test"],
-        typer.Option(help="Of the examples of a task, or of a corpus."),
+        typer.Option(help="Of the examples of a task: validation, or test."),
     ] = "validation",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a model instead of the table.")

@@ -33,7 +33,7 @@ def inspect(
         bool, typer.Option("--json", help="Of --row: one JSON object a line.")
     ] = False,
 ) -> None:
-    """Show counts, fill, unknown words and a few decoded rows, or the documents of one row.
+    """Show counts, fill and a few decoded rows, or the documents of one row.
 
     Example: distil inspect shards/wikipedia-books --rows 5
     """

@@ -20,7 +20,7 @@ from pretrain.contracts.terms import Sizes
 from pretrain.device.fitting import largest, sizes
 from pretrain.device.footprint import Footprint
 from pretrain.device.precision import check_precision
-from pretrain.model.architectures import architecture_of, longest_row
+from pretrain.model.architectures import TRANSFORMERS, architecture_of, longest_row
 from pretrain.model.config_file import read_config
 from pretrain.model.hub import config_file
 from pretrain.plan import Plan, Planned, plan
@@ -131,6 +131,8 @@ def compare_models(config: RunConfig, made: Made) -> None:
         if not is_teacher or config.model is None:  # else its tokenizer may be any
             same = is_teacher and config.teacher_vocabulary == "same"
             raw = read_config(who, folder)
+            if (kind := raw.get("model_type", "bert")) not in TRANSFORMERS and is_teacher:
+                raise RunError(f"{who}: a {kind}; supported are {', '.join(TRANSFORMERS)}")
             size = raw.get("vocab_size", manifest.tokenizer.vocab_size)
             sizes = SimpleNamespace(vocab_size=size, pad_token_id=raw.get("pad_token_id"))
             check_tokenizer(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pretrain.model.model_config import Student
 
 _DISTILBERT = "distilbert"
+TRANSFORMERS = ("bert", _DISTILBERT, "roberta", "xlm-roberta", "camembert", "modernbert")
 _BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 _CUT_TO_IT = ("bert", _DISTILBERT)  # families whose student is a DistilBERT by default
 
@@ -81,7 +82,7 @@ class BiLstm(Architecture):
             raise ValueError("init: a bilstm has no layers of its teacher; remove it")
         if student.init != "random" and student.word_vectors is not None:
             raise ValueError("init: a folder has its own words: remove word_vectors")
-        if student.num_attention_heads is not None or student.attention_dropout != 0.1:
+        if student.num_attention_heads is not None or student.attention_dropout not in (0.0, 0.1):
             raise ValueError("a bilstm has no attention: remove its heads and attention_dropout")
         if (student.hidden_size or 2) % 2:
             raise ValueError("hidden_size of a bilstm is that of both directions: an even number")
@@ -95,9 +96,10 @@ class BiLstm(Architecture):
 def longest_row(raw: Mapping[str, Any]) -> int:
     """Return for how many tokens a config.json has positions, as `Family.row_length`."""
     # Some families begin behind the position of padding.
-    behind = raw.get("model_type") in _BEHIND_PADDING
-    first = (raw.get("pad_token_id", 1) or 0) + 1 if behind else 0
-    return int(raw.get("max_position_embeddings", 512)) - first
+    kind = raw.get("model_type")
+    first = (raw.get("pad_token_id", 1) or 0) + 1 if kind in _BEHIND_PADDING else 0
+    most = 8192 if kind == "modernbert" else 512  # where the key is missing
+    return int(raw.get("max_position_embeddings", most)) - first
 
 
 _OTHERS = {"bilstm": BiLstm()}

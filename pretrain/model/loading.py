@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from data_prep.messages import first_line, one_line, warn
@@ -36,7 +35,6 @@ _ENCODER: dict[str, tuple[tuple[Any, ...], str]] = {
 _EPSILONS = ("layer_norm_eps", "norm_eps")
 # Tensors of a usual file that no encoder of ours has: for next-sentence prediction, and constants.
 _UNUSED = re.compile(r"(.*\.)?(pooler\..*|seq_relationship\..*|position_ids|token_type_ids)")
-_ACTIVATIONS = ("hidden_act", "activation", "hidden_activation", "classifier_activation")
 _UNTRAINED = 2**20  # parameters that tiny weights may lack: an error below names the missing ones
 
 
@@ -70,12 +68,6 @@ def known_family(who: str, raw: Mapping[str, Any]) -> Family:
             raise RunError(
                 f"{who}: its {key} is {one_line(str(value), 60)}, which must be a positive number; "
                 "correct config.json, or copy the model again"
-            )
-    for key in _ACTIVATIONS:
-        if isinstance(value := raw.get(key), str) and value not in ACT2FN:
-            raise RunError(
-                f"{who}: its {key} {one_line(value, 60)!r} is no activation of transformers; take "
-                "a model of a known one"
             )
     return family
 

@@ -24,7 +24,7 @@ from pretrain.model.model_config import Student
 from pretrain.model.teacher import Teacher
 
 _SHA256 = "of sha256"
-_NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _NOTE = re.compile(rf"vectors of a file \({_SHA256} ([0-9a-f]{{16}})\)")
 
 

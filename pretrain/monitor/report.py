@@ -69,7 +69,8 @@ def report(run: Path) -> list[str]:
     lines = [f"{run}: {said}", f"step {step:,}{of_total}"]
     if trained:
         last = trained[-1]
-        terms = {"loss": last["loss"], **_terms(last)}
+        terms = {k: v for k, v in last.items() if k not in (*_NO_TERM, "loss")}
+        terms = {"loss": last["loss"], **(terms if len(terms) > 1 else {})}
         lines.append(f"at step {last['step']:,}: {_numbers(terms)}")
         speed = f"{last['tokens_per_second']:,.0f} tokens/s"
         # A start removes the status of the one before.
@@ -135,12 +136,6 @@ def _steps(config: RunConfig) -> int | None:
         return num_steps(config, load_manifest(config.shards).splits["train"].rows)
     except (CorpusError, OSError, KeyError):
         return None
-
-
-def _terms(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the terms of a line of training; of a single one the loss says enough."""
-    terms = {k: v for k, v in line.items() if k not in (*_NO_TERM, "loss")}
-    return terms if len(terms) > 1 else {}
 
 
 def _numbers(values: Mapping[str, float | None]) -> str:

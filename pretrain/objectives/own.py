@@ -121,10 +121,9 @@ def checked(objective: Objective, student: Shape, teacher: Shape | None) -> tupl
     with one_line(begin) if objective.file_sha256 else nullcontext():
         if teacher is not None:
             objective.check(student, teacher)
-        terms: Any = objective.terms(student, teacher)
+        terms = objective.terms(student, teacher)
     if not objective.file_sha256:
-        found: tuple[Term, ...] = terms
-        return found
+        return terms
     if not isinstance(terms, tuple) or not all(isinstance(term, Term) for term in terms):
         raise RunError(f"{begin}: `terms` returns no tuple of terms")
     parts = objective.parts

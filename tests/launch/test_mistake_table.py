@@ -102,6 +102,7 @@ MISTAKES = [
     ),
     ("corpus", "tokenizer={train: {normalization: NFC}}", "must be 'none', 'nfc' or 'nfkc'"),
     ("run", "output=", "output: must be a path"),
+    ("run", "resume_from=x", "key resume_from is gone in this version: remove it"),
     ("run", "objective.name=embedding vectors=", "vectors is empty, as of an unset variable"),
     ("run", "objective.name=minilm objective.version=true", "objective.version: must be 1 or 2"),
     ("run", "optimizer.learning_rate=1e-300", "learning_rate 1e-300 is too small"),

@@ -46,6 +46,13 @@ def test_a_run_that_has_begun_keeps_its_defaults(tmp_path: Path) -> None:
     assert resolved("kd", tmp_path)[1] == 1e-4
 
 
+def test_the_config_of_an_earlier_run_is_read(tmp_path: Path) -> None:
+    values = {"output": "o", "shards": "s", "teacher": "t", "resume_from": None}
+    assert RunConfig.model_validate(values).teacher == "t"
+    with pytest.raises(ValueError, match="resume_from"):
+        RunConfig.model_validate({**values, "resume_from": "run"})
+
+
 def test_such_a_run_continues_bit_by_bit(
     tmp_path: Path, teacher_folder: Path, run_config: Callable[..., dict[str, Any]]
 ) -> None:

@@ -40,6 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "task": {"name": "classification"},
     },
 }
+RATE = {"learning_rate": 1e-3, "warmup_ratio": 0.05, "max_grad_norm": 5.0, "weight_decay": 0.0}
 WORDS = [f"{a}{b}{c}" for a in "bdfglmn" for b in "aeiou" for c in "kprst"]
 
 
@@ -84,7 +85,7 @@ def curve(folder: Path, name: str) -> dict[str, Any]:
         "output": folder / "run",
         "shards": folder / "shards",
         "teacher": str(folder / "teacher"),
-        "optimizer": {"learning_rate": 1e-3},
+        "optimizer": RATE,
         "train": {
             "max_steps": 20,
             "global_batch_size": 8,

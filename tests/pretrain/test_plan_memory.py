@@ -34,7 +34,7 @@ def config(folder: Path, family: str, length: int = LENGTH, **sections: Any) -> 
         "output": folder / "run",
         "shards": folder / "none",
         "teacher": str(folder / "teacher"),
-        "student": {"architecture": "same"},
+        "student": {"architecture": "same", "dropout": 0.1, "attention_dropout": 0.1},
         "train": {"precision": "fp32"},
         **sections,
     }

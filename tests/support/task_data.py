@@ -155,7 +155,12 @@ def run_of(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
         "shards": str(folder / "shards"),
         "task": {"name": TASK.get(kind, kind)},
         "objective": {"name": "finetune"},
-        "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1.0, "warmup_ratio": 0.1},
+        "optimizer": {
+            "learning_rate": 1e-3,
+            "max_grad_norm": 1.0,
+            "warmup_ratio": 0.1,
+            "weight_decay": 0.0,
+        },
         "train": {
             "max_steps": 20,
             "global_batch_size": 12,

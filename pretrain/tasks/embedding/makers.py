@@ -194,6 +194,10 @@ class FromTable:
                     f"{self.who}: its columns are {', '.join(sorted(columns))}; name them text and "
                     "vector"
                 )
+            kind = table.schema_arrow.field(column).type
+            kind = getattr(kind, "value_type", kind)
+            if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
+                raise RunError(f"{self.who}: {column} is no list of numbers")
             self._read(table, column, wanted)
         except (pa.ArrowException, OSError) as error:
             raise RunError(
