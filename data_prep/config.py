@@ -77,8 +77,8 @@ class TrainTokenizer(Keys):
 class VocabularyTokenizer(Keys):
     """Hold `tokenizer: {vocab: vocab.txt, pattern: REGEX}`, for symbols that are no words.
 
-    Without a pattern the vocabulary is a WordPiece one; `lowercase` left out means: as WordPiece,
-    lower-case if no entry has an upper-case letter; with a pattern, no.
+    Without a pattern it is a WordPiece vocabulary. `lowercase` defaults to false with a pattern,
+    else to true if no entry has an upper-case letter.
     """
 
     vocab: Path

@@ -358,8 +358,8 @@ class Calibration:
 def masked(model: Any, kept: Units) -> Iterator[list[Tensor]]:
     """Let a model have only its kept heads and neurons.
 
-    Yields what a forward pass appends to: the outputs of the heads of a layer, then its neurons,
-    and so on, each [.., U, width of a unit].
+    Yields a list to which a forward pass appends, for each layer, the outputs of its heads, then of
+    its neurons, each [.., U, width of a unit].
     """
     found: list[Tensor] = []
 
