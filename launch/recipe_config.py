@@ -346,7 +346,10 @@ def swept(shared: Any, own: dict[str, Any], sweeps: dict[str, Swept]) -> dict[st
     sweep = Swept(output, {e.label: e.axes for e in entries}, kept.get("keep_weights") is True)
     runs = {}
     for entry in entries:
-        run = completed(shared, merged(rest, entry.settings))
+        # Runs of a sweep that has begun keep its defaults, also those that have not.
+        places = [sweep.folder(label) for label in (entry.label, *sweep.entries)]
+        place = next((p for p in places if os.path.exists(f"{p}/config.json")), output)
+        run = completed(shared, {**merged(rest, entry.settings), "output": place})
         resolve(run, sweeps, entry.axes)
         runs[entry.label] = {**run, "output": sweep.folder(entry.label)}
     sweeps[os.path.realpath(output)] = sweep

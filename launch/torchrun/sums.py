@@ -77,8 +77,7 @@ def _rank(local: int, node: int, layout: Layout, head: Head, seconds: int, resul
     if layout.device == "cuda":
         gpu = torch.device("cuda", local)
     try:
-        store, hosts = _met(rank, node, layout, head, seconds)
-        found = _sums(store, hosts, rank, timedelta(seconds=seconds), gpu)
+        found = _sums(*_met(rank, node, layout, head, seconds), rank, seconds, gpu)
     except RunError as error:
         found = Finding("fail", "nodes", str(error))
     except RuntimeError as error:
@@ -138,7 +137,7 @@ def _met(rank: int, node: int, layout: Layout, head: Head, seconds: int) -> tupl
 
 
 def _sums(
-    store: Any, hosts: list[str], rank: int, wait: timedelta, gpu: torch.device | None
+    store: Any, hosts: list[str], rank: int, seconds: int, gpu: torch.device | None
 ) -> Finding:
     """Sum numbers over all processes.
 
@@ -146,7 +145,7 @@ def _sums(
         store: in which all have met.
         hosts: of all processes.
         rank: of this one.
-        wait: for the others.
+        seconds: to wait for the others.
         gpu: of this process; None on a CPU.
     """
     import torch
@@ -157,9 +156,8 @@ def _sums(
         torch.cuda.set_device(gpu)
     if len(set(hosts)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    dist.init_process_group(
-        "nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=wait
-    )
+    wait, backend = timedelta(seconds=seconds), "nccl" if gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
     numbers = torch.full((NUMBERS,), float(rank + 1), device=gpu)
     dist.all_reduce(numbers)  # connects
     right = bool((numbers == world * (world + 1) / 2).all())

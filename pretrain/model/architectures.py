@@ -98,8 +98,8 @@ def longest_row(raw: Mapping[str, Any]) -> int:
     # Some families begin behind the position of padding.
     kind = raw.get("model_type")
     first = (raw.get("pad_token_id", 1) or 0) + 1 if kind in _BEHIND_PADDING else 0
-    most = 8192 if kind == "modernbert" else 512  # where the key is missing
-    return int(raw.get("max_position_embeddings", most)) - first
+    # Without the key, transformers' own default.
+    return int(raw.get("max_position_embeddings", 8192 if kind == "modernbert" else 512)) - first
 
 
 _OTHERS = {"bilstm": BiLstm()}
